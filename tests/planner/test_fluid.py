@@ -26,7 +26,7 @@ from tests.programs import chain
 from lading.ir.defer import updates
 from lading.ir.program import PAGE_BYTES
 from lading.planner import fluid
-from lading.planner.fluid import FlowProgram, cut_windows
+from lading.planner.fluid import FlowProgram, WindowedBound, cut_windows
 from lading.planner.lower import StepCosts, fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.relaxation import RelaxedResidency, build
@@ -125,6 +125,58 @@ def test_classed_flows_are_below_all_plans_of_a_chain(seed: int, monkeypatch: py
     bound = flowing(step, 2)
     assert bound is not None
     assert bound.step_s <= best * (1 + 1e-6)
+
+
+def sharpest(step: StepProblem) -> list[float]:
+    """Bounds of one flow after another, each with more windows."""
+    bound, seconds, windows = WindowedBound(step.bound_problem, step.arena_bytes), list[float](), list[int]()
+    while bound.next_windows:
+        windows.append(bound.next_windows)
+        bound.sharpen()
+        assert bound.seconds is not None
+        seconds.append(bound.seconds)
+    assert windows == sorted(windows)
+    return seconds
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_cut_where_memory_has_a_price_bound_more_and_no_plan_is_below(seed: int) -> None:
+    step = tiny(seed) if seed % 2 else in_blocks(tiny(seed), slower=20.0)
+    bounds = sharpest(step)
+    assert bounds == sorted(bounds)
+    assert lower_bound_s(step) * (1 - 1e-6) <= bounds[0]
+    assert bounds[-1] <= min(found.timeline.duration_s for found in every_choice(step)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_cut_where_memory_has_a_price_are_below_random_plans_of_a_captured_step(seed: int) -> None:
+    step = captured("llama", num_layers=1, clip_norm=1.0, machine=slower_disk(small_machine(), 5))
+    step = within(deferred_step(step, seed * len(updates(step.graph)) // 2), NO_LIMIT)
+    program = step.lower(random_choices(step, Random(seed))).program
+    assert program is not None
+    step = within(step, program.peak_bytes)
+    assert sharpest(step)[-1] <= step.simulate(program).duration_s * (1 + 1e-6)
+
+
+def test_few_windows_cut_where_memory_has_a_price_say_what_many_equal_ones_do() -> None:
+    step = captured("llama", num_layers=2, clip_norm=1.0, machine=slower_disk(small_machine(), 5))
+    fixed = fixed_bytes(step.machine, step.costs)
+    step = within(step, fixed + (needs(step, {}) - fixed) // 3)
+    bounds = sharpest(step)
+    many = flowing(step, 64)
+    assert many is not None
+    assert len(bounds) > 2
+    assert bounds[-1] >= 0.98 * many.step_s
+    assert bounds[-1] > bounds[1]
+
+
+def test_a_step_that_no_plan_fits_has_no_windowed_bound() -> None:
+    step = captured("llama", num_layers=1)
+    bound = WindowedBound(step.bound_problem, 1)
+    bound.sharpen()
+    assert bound.seconds is None
+    assert not bound.next_windows
 
 
 @pytest.mark.long

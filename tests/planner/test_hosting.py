@@ -13,6 +13,7 @@ from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, step_
 from lading.cost.compute import host_processors, op_seconds, placed_costs
 from lading.errors import ConfigError
 from lading.ir.action import ActionKind
+from lading.ir.defer import updates
 from lading.ir.graph import Phase, Role
 from lading.ir.guess import speculated, with_guess
 from lading.ir.host_ops import light_groups
@@ -25,7 +26,9 @@ from lading.planner.api import make_plan
 from lading.planner.fluid import FlowProgram
 from lading.planner.forms import lesser_forms
 from lading.planner.host_balance import hosted_alike, hosted_step, with_host
-from lading.planner.orders import Ordered, sharpened, sharpened_with_host
+from lading.planner.linear import dual_bound_s
+from lading.planner.orders import Ordered, deferred_step, sharpened, sharpened_with_host
+from lading.planner.relaxation import fold
 from lading.planner.residency import Found, StepProblem, flow_bound_s, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
@@ -202,6 +205,79 @@ def test_a_bound_lets_the_host_run_behind_the_operations_that_stand_beside_it() 
     assert program is not None
     for windows in (4, 16):
         assert flow_bound_s(made, windows) <= made.simulate(program).duration_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_bounds_with_a_busy_host_are_below_all_plans(seed: int, share: float) -> None:
+    """The host's memory carries 2 GB/s, of which transfers take up to 2: the host is what takes longest."""
+    whole = captured("llama", machine=machine_with_host(), num_layers=2, dim=256, vocab_size=4000)
+    whole = deferred_step(within(whole, NO_LIMIT), int(share * len(updates(whole.graph))))
+    rng = Random(seed)
+    groups = [group for group in light_groups(whole.graph) if rng.random() < 0.8]
+    made = hosted_step(whole, (op for group in groups for op in group))
+    program = made.lower(random_choices(made, rng)).program
+    assert program is not None
+    tight = within(made, program.peak_bytes)
+    step_s = made.simulate(program).duration_s
+    for bound_s in (lower_bound_s(tight), *(flow_bound_s(tight, windows) for windows in (1, 4, 16))):
+        assert bound_s <= step_s * (1 + 1e-6)
+
+
+def test_bounds_count_what_transfers_take_from_the_host() -> None:
+    """Gradients come down while the host updates: it has a part of its memory's bandwidth, and ends behind the last."""
+    whole = step(elements_per_s=5e7)
+    made = within(hosted_step(whole, (op for group in light_groups(whole.graph) for op in group)), NO_LIMIT)
+    program = made.lower({}).program
+    assert program is not None
+    made = within(made, program.peak_bytes)
+    work, moved = made.bound_problem.host_work, made.bound_problem.sent.sum() + made.bound_problem.fetched.sum()
+    alone_s = sum(work.seconds)
+    assert alone_s == pytest.approx(sum(made.costs.op_seconds[op] for op in made.graph.hosted))
+    assert lower_bound_s(made) == pytest.approx(alone_s + moved * work.per_byte["host"])
+    assert lower_bound_s(made) > 1.05 * alone_s
+    assert flow_bound_s(made, 16) > lower_bound_s(made) + 0.5 * made.bound_problem.op_seconds[: work.since[0]].sum()
+    assert flow_bound_s(made, 16) <= made.simulate(program).duration_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_host_works_behind_the_gradients_and_ahead_of_who_reads_what_it_made(deferred: bool) -> None:
+    whole = step()
+    whole = deferred_step(whole, len(updates(whole.graph)) if deferred else 0)
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    graph, work, last = made.graph, made.bound_problem.host_work, len(made.graph.ops) - 1
+    assert work.ops == graph.hosted
+    for op, since, until in zip(work.ops, work.since, work.until, strict=True):
+        gradients = [s for s in graph.op_reads[op] if graph.storages[s].role is Role.GRADIENT]
+        makers = [u for s in gradients for u in made.lives.uses[s] if s in graph.op_writes[u]]
+        readers = [u for s in graph.op_writes[op] for u in made.lives.uses[s] if u not in graph.on_host]
+        assert (since, until) == ((0, min(readers)) if deferred else (max(makers), last))
+
+
+def test_a_byte_takes_from_the_host_no_more_than_beside_all_that_can_move() -> None:
+    """Work beside moves at r bytes/s takes 1 + r / bandwidth times as long, so each byte 1 / (bandwidth + r)."""
+    made = step()
+    made = hosted_step(made, (op for group in light_groups(made.graph) for op in group))
+    machine, work = made.machine, made.bound_problem.host_work
+    assert machine.host_device is not None
+    bandwidth = machine.host_device.memory_bandwidth_bytes_per_s
+    shares = {tier.name: 1 if tier.host_computes else 2 for tier in machine.tiers}
+    most = sum(shares[t.name] * (t.mixed_read_bytes_per_s + t.mixed_write_bytes_per_s) for t in machine.tiers)
+    for name, share in shares.items():
+        assert work.per_byte[name] <= share / (bandwidth + most) * (1 + 1e-9)
+        assert work.per_byte[name] > 0.4 * share / (bandwidth + most)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_prices_know_the_host_too(layers: int) -> None:
+    """Bounds of large steps are those of prices: below the whole program, and with all that takes longest."""
+    whole = captured("llama", machine=machine_with_host(), num_layers=2, dim=256, vocab_size=4000)
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    made = within(made, int(0.8 * needs(made, {})))
+    folding = fold(made.graph, made.bound_problem.candidates, layers)
+    assert folding is not None
+    priced_s = dual_bound_s(made.bound_problem, folding, made.arena_bytes)
+    assert sum(made.bound_problem.host_work.seconds) < priced_s <= lower_bound_s(made) * (1 + 1e-6)
 
 
 def test_windows_know_when_gradients_can_go_to_the_host_and_their_bound_is_below_all_plans() -> None:

@@ -11,7 +11,7 @@ from tests.planner.steps import NO_LIMIT, captured, every_choice, in_blocks, nee
 from lading.ir.machine import Tier
 from lading.ir.program import slot_bytes
 from lading.planner.api import make_plan
-from lading.planner.limit import COMPUTING, OPTIMIZER, resource_limits
+from lading.planner.limit import COMPUTING, OPTIMIZER, resource_limits, rounded_bound_s
 from lading.planner.lower import fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.residency import Found, StepProblem, lower_bound_s
@@ -153,3 +153,10 @@ def test_a_plan_says_its_limit() -> None:
         (each.seconds for each in plan.predictions.limits), reverse=True
     )
     assert first.seconds <= plan.lower_bound_s <= plan.step_s
+
+
+def test_a_bound_above_its_plan_shows_but_for_rounding() -> None:
+    assert rounded_bound_s(0.5, 1.0) == 0.5
+    assert rounded_bound_s(1.0 + 1e-7, 1.0) == 1.0
+    assert rounded_bound_s(1e-3 + 5e-7, 1e-3) == 1e-3, "the solver rounds seconds, not shares"
+    assert rounded_bound_s(1.01, 1.0) == 1.01

@@ -13,6 +13,7 @@ from lading.errors import PlanInfeasible
 from lading.ir.reporting import SILENT
 from lading.planner import orders, residency
 from lading.planner.orders import Ordered, sharpened
+from lading.planner.relaxation import ResidencyProblem
 from lading.planner.residency import Found, ResidencySearch, StepProblem
 
 
@@ -32,20 +33,32 @@ def found_in(step: StepProblem, seconds: float) -> Found:
 
 
 class Flows:
-    """Flow bounds by step and windows, which are counted."""
+    """Bounds of flows with 2 and with 8 windows by step, None where nothing fits; what is asked is counted."""
 
-    def __init__(self, sharp: dict[int, tuple[float, float]]) -> None:
-        self.sharp, self.asked = sharp, list[tuple[int, int]]()
+    def __init__(self, *sharp: tuple[StepProblem, tuple[float | None, float]]) -> None:
+        self.sharp = {id(step.bound_problem): (step, seconds) for step, seconds in sharp}
+        self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, step: StepProblem, windows: int) -> float:
-        self.asked.append((id(step), windows))
-        return self.sharp[id(step)][windows > 2]
+    def __call__(self, problem: ResidencyProblem, budget_bytes: int) -> Flow:
+        return Flow(self, *self.sharp[id(problem)])
+
+
+class Flow:
+    def __init__(self, flows: Flows, step: StepProblem, sharp: tuple[float | None, float]) -> None:
+        self.flows, self.step, self.sharp = flows, step, sharp
+        self.seconds: float | None = 0.0
+        self.next_windows = 2
+
+    def sharpen(self) -> None:
+        self.flows.asked.append((id(self.step), self.next_windows))
+        self.seconds = self.sharp[self.next_windows > 2]
+        self.next_windows = 8 if self.next_windows == 2 else 0
 
 
 def test_only_the_order_with_the_least_bound_is_sharpened_until_another_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     low, middle, high = (step_with_bound(seconds) for seconds in (1.0, 1.2, 2.0))
-    flows = Flows({id(low): (1.1, 1.5), id(middle): (1.3, 1.4), id(high): (9.0, 9.0)})
-    monkeypatch.setattr(orders, "flow_bound_s", flows)
+    flows = Flows((low, (1.1, 1.5)), (middle, (1.3, 1.4)), (high, (9.0, 9.0)))
+    monkeypatch.setattr(orders, "WindowedBound", flows)
     chosen = Ordered(0, low, found_in(low, 3.0), 1.0, (low, middle, high))
     assert sharpened(chosen).bound_s == 1.4
     assert flows.asked == [(id(low), 2), (id(low), 8), (id(middle), 2), (id(middle), 8)]
@@ -53,14 +66,14 @@ def test_only_the_order_with_the_least_bound_is_sharpened_until_another_has_it(m
 
 def test_an_order_in_which_nothing_fits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     low, high = step_with_bound(1.0), step_with_bound(1.2)
-    monkeypatch.setattr(orders, "flow_bound_s", Flows({id(low): (0.0, 0.0), id(high): (1.3, 1.3)}))
+    monkeypatch.setattr(orders, "WindowedBound", Flows((low, (None, 0.0)), (high, (1.3, 1.3))))
     assert sharpened(Ordered(0, high, found_in(high, 3.0), 1.0, (low, high))).bound_s == 1.3
 
 
 def test_a_bound_is_as_sharp_as_its_work_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_with_bound(1.0)
-    flows = Flows({id(step): (1.1, 1.5)})
-    monkeypatch.setattr(orders, "flow_bound_s", flows)
+    flows = Flows((step, (1.1, 1.5)))
+    monkeypatch.setattr(orders, "WindowedBound", flows)
     chosen = Ordered(0, step, found_in(step, 3.0), 1.0, (step,))
     for windows, bound_s in ((1, 1.0), (9, 1.1), (10, 1.5)):
         monkeypatch.setattr(orders, "_SHARP_WORK", windows * int(len(step.graph.ops) ** 1.5))

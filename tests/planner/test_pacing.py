@@ -7,9 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.machines import small_machine
+from tests.machines import machine_with_host, small_machine
 from tests.planner.steps import captured, needs, slower_disk, within
 
+from lading.ir.host_ops import light_groups
 from lading.ir.machine import Tier
 from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.plan import Option
@@ -17,6 +18,7 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
 from lading.memory.verify import verify
 from lading.planner import pacing
 from lading.planner.fluid import FlowProgram
+from lading.planner.host_balance import hosted_step
 from lading.planner.lower import Lowered, Lowering, fixed_bytes
 from lading.planner.pacing import PacedFlow, PacedResidency, paced
 from lading.planner.relaxation import Candidate, RelaxedResidency, build, seated
@@ -254,3 +256,22 @@ def test_what_cannot_be_packed_reserves_no_more_than_is_missing_without_transfer
     assert found is None
     assert tried == 2 * len(reserved)
     assert reserved == [0, 50, 100, 150]
+
+
+def test_a_flow_knows_what_the_host_works_on_and_how_long() -> None:
+    """Gradients go down and parameters come up in windows of their own, and the host works behind the gradients."""
+    machine = machine_with_host(elements_per_s=2e7)
+    whole = captured("llama", machine=machine, num_layers=2, dim=256, vocab_size=4000)
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    made = within(made, int(0.8 * needs(made, {})))
+    problem = residency_problem(made)
+    flow = PacedFlow(problem, made.arena_bytes, 16)
+    solved = flow.solved()
+    assert solved is not None
+    assert len(solved.relaxed.shares) == len(problem.candidates)
+    assert len(flow.candidates) - len(problem.candidates) == len(problem.beside_host) > 0
+    work = problem.host_work
+    until_s = float(problem.op_seconds[flow.window < flow.window[min(work.since)]].sum())
+    assert flow.seconds > until_s + sum(work.seconds)
+    alone = dataclasses.replace(problem, host_work=dataclasses.replace(work, seconds=(0.0,) * len(work.ops)))
+    assert PacedFlow(alone, made.arena_bytes, 16).seconds < flow.seconds

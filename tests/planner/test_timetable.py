@@ -73,6 +73,20 @@ def test_the_host_works_beside_the_device_on_what_has_gone_down() -> None:
     assert table.step_s == pytest.approx(step.seconds(program), rel=0.1)
 
 
+def test_the_host_takes_longer_beside_what_moves() -> None:
+    """It has 2 GB/s of memory, of which gradients that come down take one: a step of it alone lasts up to 1.5 times."""
+    whole = captured("llama", machine=machine_with_host(elements_per_s=1e7), num_layers=2)
+    step = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    assert step.machine.host_device is not None
+    wide = dataclasses.replace(step.machine.host_device, memory_bandwidth_bytes_per_s=1e15)
+    alone = dataclasses.replace(step, machine=dataclasses.replace(step.machine, host_device=wide))
+    beside_s, alone_s = timed(step, {})[0].step_s, timed(alone, {})[0].step_s
+    assert 1.01 * alone_s < beside_s < 1.5 * alone_s
+    program = step.lower({}).program
+    assert program is not None
+    assert abs(beside_s - step.seconds(program)) < abs(alone_s - step.seconds(program))
+
+
 def test_a_step_without_room_comes_to_a_stop() -> None:
     found = moved()
     step = within(found.step, found.step.budgets["device"] // 2)

@@ -44,7 +44,7 @@ from lading.memory.verify import verify
 from lading.planner.critical import relieved
 from lading.planner.first_plans import first_plan_s, first_plans_s
 from lading.planner.forms import head_forms, late_forms, lesser_forms
-from lading.planner.limit import resource_limits
+from lading.planner.limit import resource_limits, rounded_bound_s, rounded_limit
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
     REACH,
@@ -193,11 +193,11 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     plan = chosen.found
     verify(plan.program)
     limits = resource_limits(chosen.orders or (plan.step, step, *step.orders.values())) if chosen.bound_s else ()
-    limits = tuple(_rounded(each, plan.step_s) for each in limits)
+    limits = tuple(rounded_limit(each, plan.step_s) for each in limits)
     bound_s = max(chosen.bound_s, limits[0].seconds) if limits else chosen.bound_s
     predictions = _predictions(
         plan,
-        lower_bound_s=min(bound_s, plan.step_s),  # a plan that reaches its bound does so up to rounding
+        lower_bound_s=rounded_bound_s(bound_s, plan.step_s),
         limits=limits,
         keep_all_bytes=whole_bytes,
         policies=tuple(rows),
@@ -236,11 +236,6 @@ def _request(
         policy=policy,
         settings=dict(settings),
     )
-
-
-def _rounded(limit: ResourceLimit, step_s: float) -> ResourceLimit:
-    """Limit that a plan reaches, without what rounding puts it above the plan; a wrong one stays for all to see."""
-    return dataclasses.replace(limit, seconds=step_s) if step_s < limit.seconds < step_s * (1 + 1e-9) else limit
 
 
 def _predictions(

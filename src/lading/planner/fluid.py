@@ -16,6 +16,8 @@ bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds
                               + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
     bytes in a tier         sum_i s_i max_g x[g, o] <= its budget                                    _add_capacity
     the host's operations   x = 1, read or written in the gap beside them                            _add_forced
+    the host's processors   T of the windows from which on, or up to which, operations have to run
+                              >= their seconds + what the bytes moved meanwhile take of them         add_host
 
 A storage on its way takes its whole place, so at ``t`` it takes at least the share that was read before the window, and
 at least what will not have been written when the window ends: every plan satisfies the constraints, and the optimum is
@@ -31,7 +33,8 @@ s at most. "Together" is at the same operations, in a large step in the same few
 moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
 write until then is there, or made again. And what is read in a window takes a place from the next one on only, so they
 also end before and after the moment at which an operation leaves least room: what the next operations read can then not
-have come before it.
+have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the program
+is solved again (``WindowedBound``): few windows then say what many equal ones do.
 """
 
 from __future__ import annotations
@@ -52,6 +55,11 @@ _ROUNDS = 16
 _ROWS_PER_ROUND = 32
 #: Candidates times places at which gaps are told apart: in a small step at each operation.
 _PLACES = 2_000_000
+#: Positions of most price around which windows are cut in two, and a price that is none, in seconds a MB.
+_PRICED, _NO_PRICE = 3, 1e-9
+#: Windows of the first flows of a bound, most flows with windows cut in two after them, and the gain that is too little
+#: for another one.
+_FIRST_WINDOWS, _CUTS, _LEAST_GAIN = (2, 8), 4, 1e-3
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,7 @@ class FlowProgram:
     Args:
         budget_bytes: Bytes of the arena.
         windows: K, >= 1.
+        cuts: Positions at which windows begin besides.
 
     Attributes:
         most_writes: Windows in which a gap may be written, the first ones; 0 is all, as a bound needs.
@@ -125,11 +134,12 @@ class FlowProgram:
 
     most_writes = 0
 
-    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
-        self.problem, self.room = problem, budget_bytes - problem.base
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int, cuts: Sequence[int] = ()) -> None:
+        self.problem, self.room, self.cuts = problem, budget_bytes - problem.base, cuts
         self.window = self.cut_windows(windows)
         self.windows = windows = int(self.window[-1]) + 1
         self.candidates = (*problem.candidates, *self.forced())
+        self.host_op = {op: number for number, op in enumerate(problem.host_work.ops)}
         self.is_unsolved = False  # the solver has ended without an answer
         self.begins: list[int] = np.searchsorted(self.window, np.arange(windows + 1)).tolist()  # ends with num_ops
         self.classes = self._classes()
@@ -150,7 +160,22 @@ class FlowProgram:
     def cut_windows(self, count: int) -> np.ndarray:
         """Window of each position, ``count`` of them and those that tight moments are ([Note: windows])."""
         window = cut_windows(self.problem, count)
-        return cut_around(self.problem, window) if count > 1 else window
+        return cut_around(self.problem, window, self.cuts) if count > 1 else window
+
+    def finer_cuts(self) -> tuple[int, ...]:
+        """Positions at which windows should begin besides: around those of most price, and inside windows there."""
+        prices = np.abs(np.array(self.model.getSolution().row_dual))
+        priced = {at: float(prices[row]) for at, (row, _) in self.memory.items() if prices[row] > _NO_PRICE}
+        ended, cuts = np.cumsum(self.problem.op_seconds), {*self.cuts}
+        for at in sorted(priced, key=lambda at: (-priced[at], at))[:_PRICED]:
+            cuts |= {at, at + 1}
+            for window in (int(self.window[at]) - 1, int(self.window[at])):
+                if window < 0:
+                    continue
+                first, end = self.begins[window : window + 2]
+                middle_s = float(ended[first] - self.problem.op_seconds[first] + ended[end - 1]) / 2
+                cuts.add(min(max(int(np.searchsorted(ended, middle_s)), first + 1), end - 1))
+        return tuple(sorted(cuts))
 
     def forced(self) -> tuple[Candidate, ...]:
         """List gaps in which something moves whatever is chosen."""
@@ -241,16 +266,24 @@ class FlowProgram:
         before.append(share)
         return GapColumns(share, first, first_read, reads, writes)
 
-    def _add_forced(self, index: int, candidate: Candidate) -> None:
-        """Add what is read, or written, whatever is chosen.
+    def forced_windows(self, candidate: Candidate) -> tuple[int, int]:
+        """First and last window in which what moves whatever is chosen may do so.
 
         The host's operation has a position in the step, and a stream of its own: it may run later than what stands
-        beside it, as what is written for it may come later, and earlier, so what it wrote may be read earlier.
+        beside it, and earlier, as soon as what it works on has been made, and until what it made is read.
         """
-        gap, around = candidate.gap, self.windows if candidate.gap.wraps else 0
+        gap, work = candidate.gap, self.problem.host_work
+        first, last = gap.start, gap.end
+        if candidate.version is None:
+            first = work.since[self.host_op[gap.start]]
+        else:
+            last = work.until[self.host_op[gap.end]]
+        return int(self.window[first]), int(self.window[last]) + self.windows * gap.wraps
+
+    def _add_forced(self, index: int, candidate: Candidate) -> None:
+        """Add what is read, or written, whatever is chosen."""
+        first, last = self.forced_windows(candidate)
         reads_only = candidate.version is None
-        first = 0 if reads_only else int(self.window[gap.start])
-        last = (int(self.window[gap.end]) if reads_only else self.windows - 1) + around
         share, moves = self._column(), self._columns(last - first + 1)
         for columns in ([share], moves):
             self.add_row(1.0, 1.0, columns, [1.0] * len(columns))
@@ -268,6 +301,30 @@ class FlowProgram:
         ones = [1.0] * self.windows
         self.add_row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         self.add_transfers()
+        self.add_host()
+
+    def add_host(self) -> None:
+        """Add rows of the host's operations, which take longer beside what moves.
+
+        In windows of T seconds that have w seconds of work they are busy for b <= T. Of the bytes moved, those that
+        move while they are not take no more of the memory than T - b seconds have, so T >= w + bytes * per_byte
+        (``lading.planner.relaxation.HostWork``).
+        """
+        work = self.problem.host_work
+        if not work.ops:
+            return
+        slowed = [self._column() for _ in range(self.windows)]  # seconds that the moves of each window take of them
+        for column in slowed:
+            self.upper[column] = np.inf
+        per_byte = [(tier, work.per_byte[tier.name]) for tier in self.problem.tiers]
+        self._add_limit([(tier, cost, cost) for tier, cost in per_byte], slowed)
+        since, until, seconds = self.window[list(work.since)], self.window[list(work.until)], np.array(work.seconds)
+        last = self.windows - 1
+        spans = [(k, last, since >= k) for k in {0, *since.tolist()}] + [(0, k, until <= k) for k in {*until.tolist()}]
+        for first, end, inside in sorted(spans, key=lambda span: span[:2]):
+            within = list(range(first, end + 1))
+            columns = [*within, *(slowed[k] for k in within)]
+            self.add_row(float(seconds[inside].sum()), np.inf, columns, [1.0] * len(within) + [-1.0] * len(within))
 
     def add_transfers(self) -> None:
         """Add rows of the seconds that transfers take, on each tier and on wires that tiers share."""
@@ -287,12 +344,14 @@ class FlowProgram:
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.classes, self.flows, strict=True) if option in f]
 
-    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
+    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]], counted_in: Sequence[int] = ()) -> None:
         """Add rows: each window takes the seconds of its bytes.
 
-        ``parts``: (tier, seconds per byte read, per byte written).
+        Args:
+            parts: (tier, seconds per byte read, per byte written).
+            counted_in: [window]: column that is no less than these seconds; by default the window's own.
         """
-        terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
+        terms = [([column], [1.0]) for column in counted_in or range(self.windows)]
         for tier, a, b in parts:
             for each, gap_columns in self.flows_to(tier):
                 flows = (gap_columns.reads, gap_columns.first_read, a), (gap_columns.writes, gap_columns.first, b)
@@ -488,6 +547,40 @@ class FlowProgram:
             self.add_row(-np.inf, room, columns.tolist(), np.bincount(place, weights=values).tolist())
 
 
+class WindowedBound:
+    """Bound of a step by one flow after another, each with more windows than the one before.
+
+    Attributes:
+        seconds: Bound so far, 0.0 where none is known; None where no plan fits.
+        next_windows: Windows of the next flow; 0 where it would say no more.
+    """
+
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int) -> None:
+        self._problem, self._budget_bytes = problem, budget_bytes
+        self._flows, self._windows, self._cuts = 0, 0, ()
+        self.seconds: float | None = 0.0
+        self.next_windows = _FIRST_WINDOWS[0]
+
+    def sharpen(self) -> None:
+        """Solve the next flow."""
+        self._windows = _FIRST_WINDOWS[min(self._flows, len(_FIRST_WINDOWS) - 1)]
+        program = FlowProgram(self._problem, self._budget_bytes, self._windows, self._cuts)
+        flowing, before_s = program.solve(), self.seconds
+        self._flows, self.next_windows = self._flows + 1, 0
+        if flowing is None:
+            self.seconds = self.seconds if program.is_unsolved else None
+            return
+        assert before_s is not None, "a step that fits with fewer windows has no more to say"
+        self.seconds = max(before_s, flowing.step_s)
+        if self._flows < len(_FIRST_WINDOWS):
+            self.next_windows = _FIRST_WINDOWS[self._flows]
+            return
+        self._cuts, last = program.finer_cuts(), self._cuts
+        gained = self._flows == len(_FIRST_WINDOWS) or self.seconds > (1 + _LEAST_GAIN) * before_s
+        if self._cuts != last and gained and self._flows < len(_FIRST_WINDOWS) + _CUTS:
+            self.next_windows = program.windows + len({*self._cuts} - {*last})
+
+
 def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) -> Iterator[tuple[int, int, int, int]]:
     """Cut positions first..last where gaps begin, end or have what is recomputed back.
 
@@ -537,13 +630,12 @@ def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:
     return np.where(np.arange(problem.num_ops) <= fullest, _equal(ended, until_s, before), after)
 
 
-def cut_around(problem: ResidencyProblem, window: np.ndarray) -> np.ndarray:
-    """Cut windows also before and after the moment that leaves least room ([Note: windows])."""
-    cuts = {*(np.flatnonzero(np.diff(window)) + 1).tolist()}
+def cut_around(problem: ResidencyProblem, window: np.ndarray, cuts: Sequence[int] = ()) -> np.ndarray:
+    """Cut windows also before and after the moment that leaves least room, and at some more ([Note: windows])."""
     tightest = int(problem.base.argmax())
-    cuts |= {at for at in (tightest, tightest + 1) if 0 < at < problem.num_ops}
+    begun = {*(np.flatnonzero(np.diff(window)) + 1).tolist(), tightest, tightest + 1, *cuts}
     begins = np.zeros(problem.num_ops, dtype=np.int64)
-    begins[sorted(cuts)] = 1
+    begins[[at for at in sorted(begun) if 0 < at < problem.num_ops]] = 1
     return np.cumsum(begins)
 
 

@@ -21,6 +21,7 @@ one that a person can check by hand; ``planner.linear`` and ``planner.fluid`` ha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,8 @@ from lading.planner.residency import StepProblem
 COMPUTING, OPTIMIZER, HOST, NETWORK = "computing", "optimizer's updates", "host's processors", "network"
 #: Positions of which each pair is tried for reads: the neediest one of each of so many parts of the step.
 _POSITIONS = 32
+#: Rounding of a bound by the solver of linear programs: this share of it, and so many seconds.
+_ROUNDING = 1e-6
 
 
 def resource_limits(steps: Sequence[StepProblem]) -> tuple[ResourceLimit, ...]:
@@ -54,6 +57,16 @@ def resource_limits(steps: Sequence[StepProblem]) -> tuple[ResourceLimit, ...]:
         if all(resource in form for form in forms):
             min_limits[resource] = min((form[resource] for form in forms), key=lambda each: each.seconds, default=limit)
     return tuple(sorted((each for each in min_limits.values() if each.seconds > 0), key=lambda each: -each.seconds))
+
+
+def rounded_bound_s(bound_s: float, step_s: float) -> float:
+    """Bound that a plan reaches, without what rounding puts it above the plan; a wrong one stays for all to see."""
+    return min(bound_s, step_s) if bound_s <= step_s * (1 + _ROUNDING) + _ROUNDING else bound_s
+
+
+def rounded_limit(limit: ResourceLimit, step_s: float) -> ResourceLimit:
+    """Limit that a plan reaches, likewise."""
+    return dataclasses.replace(limit, seconds=step_s) if step_s < limit.seconds < step_s * (1 + 1e-9) else limit
 
 
 def _of_form(step: StepProblem) -> list[ResourceLimit]:

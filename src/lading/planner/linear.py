@@ -79,8 +79,11 @@ class Relaxation:
         self.positions: list[int] = []  # of the memory rows
         self.covered: list[float] = []  # bytes at each if every gap is kept
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
-        self.wire_rows = set[int]()  # those of them that are of wires
+        self.device_rows = set[
+            int
+        ]()  # those that leave out what moves past the device: of wires, and of the host's work
         self.network_row = -1  # first of the network's time rows; -1 without any
+        self.host_row = -1  # that of the host's operations; -1 without any
         self.capacity_rows: dict[Option, int] = {}
         self._add_gaps()
         self._add_writes()
@@ -196,6 +199,21 @@ class Relaxation:
             self._add_tier(tier)
         for tiers in wires(self._offered()):
             self._add_wire(tiers)
+        if self.bound and self.problem.host_work.ops:
+            self._add_host()
+
+    def _add_host(self) -> None:
+        """Add the row of the host's operations, which take longer beside what moves (``planner.fluid``: _add_host)."""
+        work = self.problem.host_work
+        terms: list[_Terms] = [(np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.ones(1))]
+        self.host_row, least_s = self.model.getNumRow(), sum(work.seconds)
+        for tier in self.problem.tiers:
+            limit = (0.0, work.per_byte[tier.name], 0.0, work.per_byte[tier.name])
+            self.time_rows.append((Option(tier.name), limit, self.host_row))
+            terms += self._tier_terms(Option(tier.name), limit) if tier in self._offered() else ()
+            least_s += float(self._fixed_s(tier, limit, on_wire=True)[0])
+        self.device_rows.add(self.host_row)
+        self._add_rows(np.array([least_s]), np.array([self.inf]), terms)
 
     def _add_wire(self, tiers: Sequence[Tier]) -> None:
         windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
@@ -208,7 +226,7 @@ class Relaxation:
                 self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
                 terms += self._tier_terms(Option(tier.name), limit)
                 fixed_s += self._fixed_s(tier, limit, on_wire=True)
-            self.wire_rows.add(self.model.getNumRow())
+            self.device_rows.add(self.model.getNumRow())
             self._add_rows(fixed_s, np.full(self.windows, self.inf), terms)
 
     def _add_tier(self, tier: Tier) -> None:
@@ -575,11 +593,12 @@ def _value(
         again = np.where(table.has[Option.RECOMPUTE], again_s, np.inf)
         min_price = np.minimum(min_price, again)
     total = compute * problem.op_seconds.sum() + network * problem.network_seconds.sum() - memory @ room
+    total += scale * prices.get(folded.host_row, 0.0) * sum(problem.host_work.seconds)
     fixed = np.zeros(problem.num_ops, dtype=np.int64)  # all in one window
     for tier in problem.tiers:
         for of_tier, limit, row in folded.time_rows:
             if of_tier == Option(tier.name):
-                per_byte, on_wire = (limit[1], limit[3]), row in folded.wire_rows
+                per_byte, on_wire = (limit[1], limit[3]), row in folded.device_rows
                 total += scale * prices[row] * problem.fixed_seconds(tier, per_byte, fixed, 1, on_wire=on_wire)[0]
     best = min_price
     for option in table.has.keys() - {Option.RECOMPUTE}:

@@ -39,17 +39,18 @@ from lading.ir.graph import Phase, Role
 from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
+from lading.planner.fluid import WindowedBound
 from lading.planner.forms import weight_pieces
 from lading.planner.host_balance import hosted_alike, with_host, with_room
 from lading.planner.pacing import Pace, PacedFlow, best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
+    GOOD_ENOUGH,
     MOST_RETIMED,
     Found,
     ResidencySearch,
     StepProblem,
     Tell,
     first_plan,
-    flow_bound_s,
     good_enough,
     lower_bound_s,
     polished,
@@ -304,11 +305,8 @@ BEHIND = 1.5
 _OVERTAKEN = 0.1
 #: Share of its bound above which a plan is tried with its largest weights in pieces, and within which these are taken.
 _FAR_FROM_BOUND = 0.1
-#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
-#: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else,
-#: but for 1 to 2% where states move. More than ``_FEW_WINDOWS`` are used where a plan is within a share of its bound,
-#: as many as the work allows.
-_WINDOWS, _SHARP_WORK, _FEW_WINDOWS, _NEAR_BOUND = (2, 8, 40, 24), 1_200_000, 8, 0.15
+#: Work of the flows that sharpen a bound: windows times the operations to the power of 1.5.
+_SHARP_WORK = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -604,22 +602,19 @@ def sharpened_with_host(hosted: Ordered, planned: StepProblem, forms: Sequence[S
         forms: Forms of the step, with nothing on the host.
     """
     sharp = sharpened(hosted)
-    bound_s, work = sharp.bound_s, _SHARP_WORK
+    bound_s, steps, bounds = sharp.bound_s, list[StepProblem](), list[float]()
     for form in forms:
         more_s = sum(planned.costs.op_seconds) - sum(form.costs.op_seconds)
         least_s = max(0.0, sharp.bound_s - more_s)
-        if more_s <= _TINY_S or form.is_hopeless or least_s >= bound_s:
+        if more_s <= _TINY_S or form.is_hopeless or least_s >= sharp.bound_s:
             continue
         alike = hosted_alike(form, hosted.step)
-        if alike is not None and not alike.bound_s:  # nothing of it fits
-            continue
-        if alike is not None:
-            least_s = max(least_s, alike.bound_s)
-            work -= _WINDOWS[0] * int(len(alike.graph.ops) ** 1.5)
-            if least_s < bound_s and work >= 0:
-                least_s = max(least_s, flow_bound_s(alike, _WINDOWS[0]))
-        bound_s = min(bound_s, least_s)
-    return dataclasses.replace(sharp, bound_s=bound_s)
+        if alike is None:
+            bound_s = min(bound_s, least_s)
+        elif alike.bound_s:  # else nothing of it fits
+            steps.append(alike)
+            bounds.append(max(least_s, alike.bound_s))
+    return dataclasses.replace(sharp, bound_s=min(bound_s, _sharpest(steps, bounds, bound_s)))
 
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:
@@ -658,32 +653,39 @@ def _finished(
 
 
 def sharpened(chosen: Ordered) -> Ordered:
-    """Sharpen the bound of a plan that is not near it by when bytes have to move.
-
-    The least over the orders counts, so the order with the least bound is sharpened, with more windows each time, until
-    the least is as sharp as it gets, near the plan, or the work is done.
-    """
+    """Sharpen the bound of a plan that is not near it by when bytes have to move."""
     if not chosen.bound_s or good_enough(chosen.found, chosen.bound_s):
         return chosen
-    bounds = {at: step.bound_s for at, step in enumerate(chosen.orders) if step.bound_s}
-    windows = dict.fromkeys(bounds, 0)
+    steps = [step for step in chosen.orders if step.bound_s]
+    enough_s = chosen.found.step_s / (1 + GOOD_ENOUGH)
+    bound_s = _sharpest(steps, [step.bound_s for step in steps], enough_s)
+    return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bound_s)) if bound_s < float("inf") else chosen
+
+
+def _sharpest(steps: Sequence[StepProblem], known_s: Sequence[float], enough_s: float) -> float:
+    """Least bound of several steps, made sharper; infinite where none of them fits.
+
+    The least of them counts, so the step that has it is sharpened, with more windows each time, until the least is as
+    sharp as it gets, enough, or the work is done.
+
+    Args:
+        known_s: Bound of each that is known.
+    """
+    bounds = dict(enumerate(known_s))
+    flows = {at: WindowedBound(step.bound_problem, step.arena_bytes) for at, step in enumerate(steps)}
     work = _SHARP_WORK
     while bounds:
         at = min(bounds, key=lambda each: (bounds[each], each))
-        step = chosen.orders[at]
-        work_of_a_window = int(len(step.graph.ops) ** 1.5)
-        near = chosen.found.step_s <= (1 + _NEAR_BOUND) * bounds[at]
-        counts = (k for k in _WINDOWS if k > windows[at] and (near or k <= _FEW_WINDOWS))
-        more = next((k for k in counts if k * work_of_a_window <= work), 0)
-        if not more or good_enough(chosen.found, bounds[at]):
-            return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bounds[at]))
-        work, windows[at] = work - more * work_of_a_window, more
-        sharp = flow_bound_s(step, more)
-        if sharp:
-            bounds[at] = max(bounds[at], sharp)
-        else:  # nothing of this order fits
+        flow = flows[at]
+        work -= flow.next_windows * int(len(steps[at].graph.ops) ** 1.5)
+        if not flow.next_windows or work < 0 or bounds[at] >= enough_s:
+            return bounds[at]
+        flow.sharpen()
+        if flow.seconds is None:  # nothing of this step fits
             del bounds[at]
-    return chosen
+        else:
+            bounds[at] = max(bounds[at], flow.seconds)
+    return float("inf")
 
 
 def _counts(step: StepProblem) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ class PacedFlow(FlowProgram):
                 self.costs[again] += _TIE * each.again_s
             for option, columns in flows.items():
                 read, write = rates[option]
-                if self._is_short(each.leader, rates[option]):
+                if Option.KEEP in each.leader.options and self._is_short(each.leader, rates[option]):
                     self.upper[columns.share] = 0.0
                 self.costs[columns.share] += _TIE * each.size_bytes / read
                 for column in columns.writes:
@@ -127,8 +127,21 @@ class PacedFlow(FlowProgram):
         return cut_windows(self.problem, count)
 
     def forced(self) -> tuple[Candidate, ...]:
-        """List nothing: what the host's operations make and need moves beside the flow."""
-        return ()
+        """List what the host's operations make and need; what they work on leaves within the first windows."""
+        return tuple(each if each.version is None else self._leaving(each) for each in self.problem.beside_host)
+
+    def _leaving(self, candidate: Candidate) -> Candidate:
+        """Candidate whose gap ends with the last window in which it is written."""
+        gap = candidate.gap
+        last = min(int(self.window[gap.start]) + self.most_writes, self.windows) - 1
+        end = int(np.searchsorted(self.window, last, side="right")) - 1
+        return dataclasses.replace(candidate, gap=dataclasses.replace(gap, end=end, wraps=False))
+
+    def forced_windows(self, candidate: Candidate) -> tuple[int, int]:
+        """First and last window in which what moves whatever is chosen may do so, as near to its use as others."""
+        gap = candidate.gap
+        first, last = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
+        return (max(first, last - _MOST_READS + 1), last) if candidate.version is None else (first, last)
 
     def likeness(self, candidate: Candidate) -> tuple[object, ...]:
         """Collect what a class has in common: windows, not positions."""
@@ -252,6 +265,8 @@ class PacedFlow(FlowProgram):
         class_of = np.zeros(len(self.problem.candidates), dtype=np.int64)
         order = np.zeros(len(self.problem.candidates), dtype=np.int64)
         for number, each in enumerate(self.classes):
+            if Option.KEEP not in each.leader.options:
+                continue
             class_of[list(each.members)], order[list(each.members)] = number, np.arange(len(each.members))
         return seated(class_of, order)
 
@@ -268,6 +283,7 @@ class PacedFlow(FlowProgram):
         for (columns, values), seconds in zip(terms, compute.tolist(), strict=True):
             self.add_row(seconds, np.inf, columns, values)
         self.add_transfers()
+        self.add_host()
 
     def _add_slowdowns(self, terms: Sequence[tuple[list[int], list[float]]]) -> None:
         """Add what transfers take from computing beside them, by the bytes and the latency of each move.
@@ -307,7 +323,7 @@ class PacedFlow(FlowProgram):
         recompute_windows = {
             int(self.window[at]) for span in each.leader.resident_ranges.get(Option.RECOMPUTE, ()) for at in span
         }
-        candidates = [self.problem.candidates[index] for index in each.members]
+        candidates = [self.candidates[index] for index in each.members]
         whole = each.leader.size_bytes > self.most_fluid
         for window in range(first, last + 1):
             same_windows = window not in (first, last, *recompute_windows)  # all members are there all the time
@@ -364,11 +380,11 @@ class PacedFlow(FlowProgram):
     def _begun(self, number: int) -> float:
         """Share of their first window that has passed when the gaps of a class begin, in the mean."""
         members = self.classes[number].members
-        return float(np.mean([self.ended[self.problem.candidates[index].gap.start] for index in members]))
+        return float(np.mean([self.ended[self.candidates[index].gap.start] for index in members]))
 
     def _elapsed_share(self, number: int) -> float:
         """Share of their last window that has passed when the gaps of a class end, in the mean."""
-        ends = [self.problem.candidates[index].gap.end for index in self.classes[number].members]
+        ends = [self.candidates[index].gap.end for index in self.classes[number].members]
         return float(np.mean([self.ended[end - 1] if self._is_inside(end) else 1.0 for end in ends]))
 
     def _is_inside(self, position: int) -> bool:

@@ -43,7 +43,7 @@ import numpy as np
 from lading.cost.hosting import caller_seconds
 from lading.ir.fold import block_items
 from lading.ir.graph import Phase, Role, StepGraph
-from lading.ir.machine import Machine, Tier
+from lading.ir.machine import Machine, Tier, wire_of, wires
 from lading.ir.plan import Option
 from lading.ir.program import NETWORK_STREAM, slot_bytes, stream_of
 from lading.ir.sharding import UNSHARD
@@ -111,6 +111,28 @@ class HostMoves:
 
 
 @dataclass(frozen=True)
+class HostWork:
+    """Operations that the host's processors run, one after another, beside those of the device.
+
+    They take longer beside transfers, which take a part of the host's memory bandwidth (``lading.sim.device_step``).
+
+    Attributes:
+        ops: Their positions.
+        seconds: [operation]: seconds of each while nothing moves.
+        since: [operation]: position of the step whose operation has to end before it can begin; 0 for what works on
+            values of the step before.
+        until: [operation]: position of the step whose operation begins when it has ended; the last where none does.
+        per_byte: Least seconds that they take longer for each byte that moves beside them, by tier.
+    """
+
+    ops: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+    since: tuple[int, ...] = ()
+    until: tuple[int, ...] = ()
+    per_byte: dict[str, float] = field(default_factory=lambda: {})
+
+
+@dataclass(frozen=True)
 class ResidencyProblem:
     """Gaps of a step, their options and times: all that the relaxation needs, independent of the budget.
 
@@ -123,6 +145,7 @@ class ResidencyProblem:
         host_moves: What operations on the host make and need, by tier.
         beside_host: Gaps of such storages, small ones left out, in which the device reads them (version None) or writes
             them.
+        host_work: What the host's processors do.
     """
 
     num_ops: int
@@ -135,6 +158,7 @@ class ResidencyProblem:
     folding: Folding | None = None
     host_moves: dict[str, HostMoves] = field(default_factory=lambda: {})
     beside_host: tuple[Candidate, ...] = ()
+    host_work: HostWork = field(default_factory=HostWork)
 
     def fixed_seconds(
         self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int, *, on_wire: bool = False
@@ -220,6 +244,7 @@ def build(
     return ResidencyProblem(
         len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
         host_moves=moves, beside_host=tuple(large),
+        host_work=_host_work(graph, lives, machine, costs),
     )  # fmt: skip
 
 
@@ -395,6 +420,40 @@ def _past_device(graph: StepGraph, lives: Lifetimes) -> dict[str, HostMoves]:
         of_tier.loaded[uses[0]] += (size := slot_bytes(graph.storages[storage].size_bytes))
         of_tier.stored[uses[-1]] += size if any(storage in graph.op_writes[use] for use in uses) else 0
     return moves
+
+
+def _host_work(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: StepCosts) -> HostWork:
+    """Collect what the host's processors do, and between which operations of the device they have to."""
+    if not graph.hosted or machine.host_device is None:
+        return HostWork()
+    last = len(graph.ops) - 1
+    since, until = dict.fromkeys(graph.hosted, 0), dict.fromkeys(graph.hosted, last)
+    for op in graph.hosted:
+        for storage in graph.op_reads[op]:
+            made = max((u for u in lives.uses[storage] if u < op and storage in graph.op_writes[u]), default=0)
+            since[op] = max(since[op], since.get(made, made))
+        for storage in graph.op_writes[op]:
+            following = next((u for u in lives.uses[storage] if u > op), last)
+            until[op] = min(until[op], last if following in graph.on_host else following)
+    bandwidth = machine.host_device.memory_bandwidth_bytes_per_s
+    shares = {tier.name: (1 if tier.host_computes else 2) / bandwidth for tier in machine.tiers}
+    shared = {tier.name for group in wires(machine.tiers) for tier in group}
+    groups = (*wires(machine.tiers), *((tier,) for tier in machine.tiers if tier.name not in shared))
+    # Beside moves that take a share r of the bandwidth, work takes 1 + r times as long: a byte costs least at most r.
+    most = 1.0 + sum(_fastest(wire_of(group)) * max(shares[tier.name] for tier in group) for group in groups)
+    return HostWork(
+        graph.hosted,
+        tuple(costs.op_seconds[op] for op in graph.hosted),
+        tuple(since.values()),
+        tuple(until.values()),
+        {name: share / most for name, share in shares.items()},
+    )
+
+
+def _fastest(tier: Tier) -> float:
+    """Most bytes/s that a tier moves, in one direction or both."""
+    read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
+    return max(read, write, min(read, tier.mixed_read_bytes_per_s) + min(write, tier.mixed_write_bytes_per_s))
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:

@@ -8,10 +8,10 @@ worth a lowering (``planner.trips``). It plays the emission of choices as the pr
     reads           of each tier in the order of need, each when its copy is written and there is room for it, now and
                     beside all that is needed until its use
     writes          of each tier in the order in which storages leave; their places are free when they have gone
-    the host        its operations in order, each when what it works on has gone down
+    the host        its operations in order, each when what it works on has gone down, slower beside all that moves
 
 Rates are those of the tiers, lower while both directions are busy, and beside others on their wire. What transfers take
-from computing is left out, and so is what transfers of the host take from its processors.
+from computing is left out.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class _Lane:
     Attributes:
         rate, mixed_rate: Bytes a second alone, and while the other direction moves.
         left_s, left_bytes: Latency and bytes that are left of what it moves.
+        host_share: Share of the host's memory bandwidth that each byte/s takes.
     """
 
     rate: float
@@ -58,6 +59,7 @@ class _Lane:
     moving: int = -1
     left_s: float = 0.0
     left_bytes: float = 0.0
+    host_share: float = 0.0
 
     def start(self, stay: int, size_bytes: int) -> None:
         self.moving, self.left_s, self.left_bytes, self.at = stay, self.latency_s, float(size_bytes), self.at + 1
@@ -128,6 +130,10 @@ class _Player:
         tiers = step.machine.tiers
         self.reads = {t.name: _Lane(t.read_bytes_per_s, t.mixed_read_bytes_per_s, t.latency_s) for t in tiers}
         self.writes = {t.name: _Lane(t.write_bytes_per_s, t.mixed_write_bytes_per_s, t.latency_s) for t in tiers}
+        host = step.machine.host_device
+        for tier in tiers if host is not None else ():
+            share = (1 if tier.host_computes else 2) / host.memory_bandwidth_bytes_per_s
+            self.reads[tier.name].host_share = self.writes[tier.name].host_share = share
         self.wires = [_Wire.of(shared, self.reads, self.writes) for shared in wires(tiers)]
         self.before: dict[int, int] = {}  # the stay of the same storage before each
         self.there = [stay.initial for stay in self.stays]
@@ -136,7 +142,7 @@ class _Player:
         self.used, self.now_s, self.item, self.ends_s = 0, 0.0, 0, -1.0
         self.host_seconds = step.costs.op_seconds
         self.host_queue: list[int] = []
-        self.host_at, self.host_ends_s = 0, -1.0
+        self.host_at, self.host_left_s = 0, -1.0  # seconds that the host's operation still takes if nothing moves
         self._queue()
 
     def _queue(self) -> None:
@@ -164,13 +170,15 @@ class _Player:
             waits = self._begin()
             rates = self._rates()
             passing = [lane.left_s or lane.left_bytes / rate for lane, rate in rates]
-            passing += [end - self.now_s for end in (self.ends_s, self.host_ends_s) if end >= 0.0]
+            slower = 1.0 + sum(lane.host_share * rate for lane, rate in rates if lane.transfers)
+            passing += [self.ends_s - self.now_s] if self.ends_s >= 0.0 else []
+            passing += [self.host_left_s * slower] if self.host_left_s >= 0.0 else []
             if not passing:
                 break
             seconds = max(min(passing), _TINY_S)
             for stay in waits[:1]:
                 result.waited_s[stay] = result.waited_s.get(stay, 0.0) + seconds
-            self._pass_time(seconds, rates)
+            self._pass_time(seconds, rates, slower)
         if self.item == len(self.items):
             result.step_s = self.now_s
         return result
@@ -214,13 +222,13 @@ class _Player:
         return True
 
     def _host(self) -> bool:
-        if self.host_ends_s >= 0.0 or self.host_at == len(self.host_queue):
+        if self.host_left_s >= 0.0 or self.host_at == len(self.host_queue):
             return False
         op = self.host_queue[self.host_at]
         written = self.graph.op_writes[op]
         if any(self.going.get(storage, 0) > (storage in written) for storage in self.graph.op_reads[op]):
             return False
-        self.host_ends_s = self.now_s + self.host_seconds[op]
+        self.host_left_s = self.host_seconds[op]
         return True
 
     def _read(self, lane: _Lane) -> bool:
@@ -263,7 +271,8 @@ class _Player:
                         shared[id(lane)] = fair_share(own[id(lane)], others, total)
         return [(lane, shared.get(id(lane), rate)) for lane, rate in rates]
 
-    def _pass_time(self, seconds: float, rates: Sequence[tuple[_Lane, float]]) -> None:
+    def _pass_time(self, seconds: float, rates: Sequence[tuple[_Lane, float]], slower: float) -> None:
+        """Let time pass, in which the host's operation takes ``slower`` times as long."""
         self.now_s += seconds
         reads = {id(lane) for lane in self.reads.values()}
         for lane, rate in rates:
@@ -278,8 +287,11 @@ class _Player:
             for stay in self.leaving[self.item]:
                 self._leave(stay)
             self.item += 1
-        if 0.0 <= self.host_ends_s <= self.now_s + _TINY_S:
-            self.host_ends_s = -1.0
+        if self.host_left_s >= 0.0:
+            self.host_left_s -= seconds / slower
+            if self.host_left_s > _TINY_S:
+                return
+            self.host_left_s = -1.0
             for storage in self.graph.op_writes[self.host_queue[self.host_at]]:
                 self.going[storage] -= 1
             self.host_at += 1

@@ -155,6 +155,11 @@ def test_micro_batches_of_all_replicas_are_shared(tmp_path: Path, ranks: int, la
     assert sharing_batches(run, ranks).optimization.accumulation == each
     with pytest.raises(ConfigError, match="expected a multiple of the 3 replicas, got 4"):
         sharing_batches(dataclasses.replace(run, layout=""), 3)
+    both = dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, accumulation=3))
+    with pytest.raises(ConfigError, match=r"micro_batches = 4 and accumulation = 3; leave one out"):
+        sharing_batches(both, ranks)  # made in Python, which no reader of files has seen
+    shared = sharing_batches(run, ranks)
+    assert sharing_batches(shared, ranks) == shared
 
 
 @pytest.mark.long

@@ -62,6 +62,18 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
 
 
+def _refuse_idle(settings: object, needed: str, *names: str) -> None:
+    """Refuse settings that change nothing in this configuration, where they are not as by default.
+
+    Args:
+        needed: Words that name what they belong to, and what is there in its place.
+    """
+    usual = {f.name: f.default for f in dataclasses.fields(cast(Any, settings))}
+    for name in names:
+        if (value := getattr(settings, name)) != usual[name]:
+            raise ConfigError(f"{name}: expected {needed}, got {name} = {short_repr(value)}; leave it out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
     """Settings of how the parameters move.
@@ -243,6 +255,15 @@ class DataConfig:
         _text("tokenizer", self.tokenizer)
         _choice("kind", self.kind, ("text", "arrays", "random"))
         check_inputs(self.kind, self.inputs, self.sequence_length, has_source=self.source != STDLIB)
+        if self.kind == "random":
+            _refuse_idle(self, "files to read beside it, found kind 'random', whose numbers are made up", "source")
+        if self.kind != "text" or self.source == SYNTHETIC:
+            what = f"kind {self.kind!r}" if self.kind != "text" else f"source {SYNTHETIC!r}"
+            needed = f"kind 'text' and files of it beside it, found {what}"
+            _refuse_idle(self, needed, "format", "text_field", "label_field", "tokenizer")
+        elif self.format in ("text", "bytes") or self.source == STDLIB:
+            what = f"source {STDLIB!r}" if self.source == STDLIB else f"format {self.format!r}"
+            _refuse_idle(self, f"JSON lines or Parquet beside it, found {what}", "text_field", "label_field")
         _integer("sequence_length", self.sequence_length, 0 if self.kind != "text" else 1)
         _integer("batch_size", self.batch_size, 1)
 
@@ -451,6 +472,12 @@ class CheckpointConfig:
 
         if self.in_place and not self.every_steps:
             raise ConfigError("in_place: expected every_steps > 0, as it is for checkpoints on the way, got 0")
+        if not self.every_steps:
+            _refuse_idle(self, "every_steps > 0 beside it, as it is for checkpoints on the way", "wait")
+        if self.in_place:
+            _refuse_idle(self, "in_place = false beside it, as training waits for checkpoints in place anyway", "wait")
+        if not self.saves:
+            _refuse_idle(self, "every_steps > 0 or at_end = true beside it, as nothing is saved", "keep")
 
     @property
     def saves(self) -> bool:
@@ -483,6 +510,8 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 1)
+        if not (self.tensorboard or self.wandb):
+            _refuse_idle(self, "tensorboard or wandb beside it, as metrics.jsonl has every step", "every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from lading import replanning
 from lading.catalog.load import machine_from_dict
-from lading.ir.host_speed import OTHERS, PRODUCTS, READ, measured_speed
+from lading.ir.host_speed import cause_words, factors_by_cause, measured_speed
 from lading.ir.machine import HostSpeed
 from lading.ir.timeline import Timeline
 from lading.run import Prepared
@@ -30,7 +31,7 @@ from lading.units import format_bytes, format_seconds
 #: Steps of a run that are not looked at, as the first ones are slower; steps that are, behind these.
 _SKIPPED, _LOOKED_AT = 2, 7
 #: Shares by which a cause, or the step, has to differ from the machine file to be told.
-_TOLD = 0.15
+TOLD = 0.15
 #: Share of the memory of a host, or of its control group, below which it is told that others have the rest.
 _MEMORY_LEFT = 0.05
 #: Seconds of training ahead below which a plan, which takes tens of them, is not made again; share of a step that it
@@ -40,6 +41,33 @@ _WORTH_S, _SAVED = 300.0, 0.03
 #: how many are; steps between two such tellings, twice as many after each.
 _CHANGED, _OTHERS, _AMONG, _LOOKED_AT_LATER = 1.3, 3, 5, 4
 _REST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of the last steps of a rank with their prediction.
+
+    Attributes:
+        before_s: Seconds of a step when it was compared before; 0 where it was not.
+        beside: What others have of the processors and of the memory, in words.
+    """
+
+    step_s: float
+    before_s: float
+    planned_s: float
+    speed: HostSpeed
+    beside: str
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing has to be said of the time of a step."""
+        return not self.before_s and abs(self.step_s / self.planned_s - 1) <= TOLD
+
+    @property
+    def steps_words(self) -> str:
+        """Seconds of a step, now and before, beside what was predicted."""
+        took = f" now, {format_seconds(self.before_s)} before" if self.before_s else ""
+        return f"steps take {format_seconds(self.step_s)}{took}, {format_seconds(self.planned_s)} were predicted"
 
 
 class HostWatch:
@@ -94,32 +122,45 @@ class HostWatch:
             self._load = LoadMeter(self._beside)
         self._timelines.append(self._trainer.rank_timeline().timeline)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps have been seen to compare them."""
+        return len(self._timelines) >= (_LOOKED_AT_LATER if self._usual_s else _LOOKED_AT)
+
+    def compared(self, last: Timeline | None = None) -> Comparison:
+        """Compare the steps that have been looked at with their prediction, and begin to look anew.
+
+        Args:
+            last: A step to compare where none was looked at.
+        """
+        before_s, timelines = self._usual_s, self._timelines or ([] if last is None else [last])
+        speed = measured_speed(self._trainer.program, self.prepared.predicted, timelines)
+        self._usual_s = median(timeline.duration_s for timeline in timelines)
+        self._timelines.clear()
+        if before_s:
+            self._last.clear()
+            self._rests_until, self._rest_steps = self._seen + self._rest_steps, 2 * self._rest_steps
+        beside = load_words(self._load.share(), self.prepared.run.num_threads)
+        beside += memory_words(available_bytes(), usable_bytes())
+        return Comparison(self._usual_s, before_s, self.prepared.plan.step_s, speed, beside)
+
     def advance(self, steps_left: int) -> str:
         """Compare, once enough steps have been seen, and plan again where that pays.
 
         Returns:
             What to say; "" for nothing.
         """
-        before_s = self._usual_s
-        if len(self._timelines) < (_LOOKED_AT_LATER if before_s else _LOOKED_AT):
+        if not self.is_due:
             return ""
-        speed = measured_speed(self._trainer.program, self.prepared.predicted, self._timelines)
-        self._usual_s = step_s = median(timeline.duration_s for timeline in self._timelines)
-        self._timelines.clear()
-        planned_s, words = self.prepared.plan.step_s, speed_words(speed)
-        if before_s:
-            self._last.clear()
-            self._rests_until, self._rest_steps = self._seen + self._rest_steps, 2 * self._rest_steps
-        elif not words and abs(step_s / planned_s - 1) <= _TOLD:
+        compared = self.compared()
+        words = speed_words(compared.speed)
+        if not words and compared.is_usual:
             return ""
-        took = f" now, {format_seconds(before_s)} before" if before_s else ""
-        text = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
-        text = f"{text}: {words}" if words else text
-        text += load_words(self._load.share(), self.prepared.run.num_threads)
-        text += memory_words(available_bytes(), usable_bytes())
-        if not self._plans or step_s * steps_left < _WORTH_S:
+        text = f"{compared.steps_words}: {words}" if words else compared.steps_words
+        text += compared.beside
+        if not self._plans or compared.step_s * steps_left < _WORTH_S:
             return text
-        return f"{text}; {self._planned_again(speed)}"
+        return f"{text}; {self._planned_again(compared.speed)}"
 
     def _planned_again(self, speed: HostSpeed) -> str:
         from lading.sim.device_step import job_step_s  # a run with a plan of its own needs no simulator
@@ -148,7 +189,7 @@ def load_words(share: float | None, threads: int) -> str:
 
     Threads of one operation wait for each other: where one has no processor for a while, all have none.
     """
-    if share is None or share <= _TOLD:
+    if share is None or share <= TOLD:
         return ""
     helps = f"; with {threads} threads each waits for the slowest: try threads = 1" if threads > 1 else ""
     return f"; meanwhile other processes took {share:.0%} of the processors{helps}"
@@ -163,10 +204,6 @@ def memory_words(free_bytes: int | None, usable: int) -> str:
 
 def speed_words(speed: HostSpeed) -> str:
     """Say what takes another time than the machine file says; "" where nothing does by much."""
-    names = {PRODUCTS: "products", OTHERS: "other operations"}
-    factors = {names[PRODUCTS]: speed.products, names[OTHERS]: speed.others}
-    for cause, factor in speed.tiers.items():
-        tier, _, way = cause.rpartition(".")
-        factors[f"{'reads' if way == READ else 'writes'} of the {tier}"] = factor
-    phrases = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
+    factors = factors_by_cause(speed)
+    phrases = [f"{cause_words(cause)} {factor:.2f}" for cause, factor in factors.items() if abs(factor - 1) > TOLD]
     return f"beside the machine file, {', '.join(phrases)} times as long" if phrases else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES, StepGraph, check_captures
 from lading.ir.guess import SPECULATES, with_guess
 from lading.ir.layout import ALONE, Layout, parse_layout
-from lading.ir.machine import FILE, Machine, Tier
+from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
@@ -56,7 +55,6 @@ from lading.planner.api import (
     joined,
     sketch_plan,
     staging_saves,
-    tier_limits,
 )
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
@@ -69,7 +67,8 @@ from lading.runtime.host import host_id
 from lading.runtime.value_layout import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.staging_layout import planned_staging_bytes, saved_beside
-from lading.units import format_bytes, parse_bytes, share_of, share_or_bytes
+from lading.tier_budgets import asked_limits, limit_notes, run_limits
+from lading.units import format_bytes, share_of, share_or_bytes
 
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
 #: layers, 0.7 for a Llama of 6 that gave no freed scratch back before, torch 2.13.
@@ -172,7 +171,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     _check_spread(spread, rule, matrices, others)
     check_alone(graph, spread.devices, experts, (clipped, clip_norm), compile=compile, others=bool(others))
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
-    shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
+    shared, limits = _shared_machine(machine, spread.devices), asked_limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
         graph=graph, further_steps=others, machine=shared, limits=limits, policy=policy, moved=moved, groups=groups,
         compile=compile, cache=cache, stage_saves=stage_saves and machine.device.kind == "cpu",
@@ -575,6 +574,7 @@ def plan_run(
         planned = make(settings.policy, settings.budget, machine)
     moved = run.optimization
     made = _annotated(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
+    made = _noting(made, limit_notes(run, machine, run_limits(run, machine)))
     return Prepared(run, step, made, planned.program)
 
 
@@ -609,7 +609,7 @@ class _RunPlanner:
 
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
         """Plan the run by a policy, within a budget of the device, for a machine."""
-        run, whole = self.run, {tier.name: _whole_bytes(tier, self.run) for tier in machine.tiers}
+        run = self.run
         return cached_plan(
             self.step.graph,
             machine,
@@ -617,7 +617,7 @@ class _RunPlanner:
             progress=self.progress,
             others=self.further_steps,
             budget=budget,
-            budgets=run.memory.tier_budgets(whole, machine.swap_tier),
+            budgets=run_limits(run, machine),
             policy=policy,
             expansion={
                 "clip_norm": run.optimization.clip_norm,
@@ -635,12 +635,12 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
     """Plan a captured run for several ranks, which share this host."""
     chosen = run.optimization
     local_ranks = ranks_here() if num_ranks()[0] > 1 else ranks
-    sizes = {tier.name: _whole_bytes(tier, run) // local_ranks for tier in machine.tiers}
+    limits = run_limits(run, machine, local_ranks)
     made = plan(
         step.captured,
         machine,
         budget=run.memory.budget,
-        budgets=run.memory.tier_budgets(sizes, machine.swap_tier),
+        budgets=limits,
         policy=run.memory.policy,
         clip_norm=chosen.clip_norm,
         master_weights=has_masters(run),
@@ -653,6 +653,7 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
         others=step.others,
         stage_saves=run.checkpoint.stages,
     ).of_run(run_to_dict(run))
+    made = _noting(made, limit_notes(run, machine, limits, local_ranks))
     mine = made.of_rank(rank_number())
     return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
 
@@ -689,6 +690,11 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
         workspace_bytes=memory.scratch_bytes,
         expansion=memory.settings(_run_save_bytes(run, step.graph, machine)),
     )
+
+
+def _noting(plan: Plan, sentences: Sequence[str]) -> Plan:
+    """Copy of a plan that has these sentences among its assumptions, first."""
+    return dataclasses.replace(plan, assumptions=(*sentences, *plan.assumptions)) if sentences else plan
 
 
 def _annotated(
@@ -759,42 +765,3 @@ def _staging(run: RunConfig, step: CapturedRun, machine: Machine) -> dict[str, f
     sizes = [value.size_bytes for value in values_of(step.graph).values()]
     sizes += [size for _, size in saved_beside(step.captured)]
     return {STAGING_BYTES: float(sum(map(staged_bytes, sizes)))}
-
-
-def _limits(
-    machine: Machine, disk_budget: str | float | None, budgets: Mapping[str, str | float]
-) -> Mapping[str, str | float]:
-    """Collect budgets of tiers by name, refusing bad ones before anything is planned.
-
-    Raises:
-        ConfigError: one means nothing, is said twice, or is of a tier that the machine has not.
-    """
-    if disk_budget is not None:
-        size = parse_bytes(disk_budget, "disk_budget")
-        swap = machine.swap_tier
-        if swap in budgets:
-            raise ConfigError(f"expected one budget of {swap!r}, got disk_budget and one in budgets; leave one out")
-        if size and not swap:
-            raise ConfigError(
-                f"disk_budget: expected a machine with a tier of kind 'file', got {machine!r}; leave it out"
-            )
-        if swap:
-            budgets = {**budgets, swap: size}
-    tier_limits(machine, budgets)
-    return budgets
-
-
-def _whole_bytes(tier: Tier, run: RunConfig) -> int:
-    """Bytes that a share of a tier is taken of: the free space where it is a file, else its capacity."""
-    if tier.kind != FILE:
-        return tier.capacity_bytes
-    return _free_bytes(Path(tier.location or run.memory.folder or run.out))
-
-
-def _free_bytes(folder: Path) -> int:
-    """Bytes free on a folder's disk, rounded down to five leading bits, so that equal runs get the same share of it."""
-    while not folder.exists():
-        folder = folder.absolute().parent
-    free = shutil.disk_usage(folder).free
-    unit = 1 << max(0, free.bit_length() - 5)
-    return free // unit * unit

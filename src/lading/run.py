@@ -161,6 +161,11 @@ def sharing_batches(run: RunConfig, ranks: int) -> RunConfig:
         )
     if not count:
         return run
+    if (each := run.optimization.accumulation) not in (1, count // replicas):
+        raise ConfigError(
+            f"optimization.micro_batches: expected it in place of accumulation, as it counts those of all {replicas} "
+            f"replicas together, got micro_batches = {count} and accumulation = {each}; leave one out"
+        )
     return dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, accumulation=count // replicas))
 
 
@@ -349,6 +354,11 @@ def _validation_data(run: RunConfig) -> DataConfig:
 
 
 def _text_of(run: RunConfig, task: str, module: torch.nn.Module) -> TextDataset:
+    if task != "classification" and run.data.label_field != DataConfig.label_field:
+        raise ConfigError(
+            f"data.label_field: expected model.task 'classification' beside it, found {task!r}, which reads no labels; "
+            f"got {run.data.label_field!r}; leave it out"
+        )
     config = getattr(module, "config", None)
     embedding = module.get_input_embeddings() if run.model.is_hugging_face else None  # pyright: ignore[reportCallIssue]
     return TextDataset(

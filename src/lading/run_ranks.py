@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from lading.report.metrics import MetricsLog
 from lading.report.progress import Progress, training_progress
 from lading.runtime.data import Dataset
 from lading.runtime.interrupts import StopRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,7 @@ class RunRanks:
         Returns:
             That, whether it had the run's folder then, and the names of the processes that started the job.
         """
-        restarts_by_rank = [(restarts(), agent())]
-        if self.count > 1:
-            import torch.distributed as dist  # which takes most of a second
-
-            restarts_by_rank *= self.count
-            dist.all_gather_object(restarts_by_rank, restarts_by_rank[0])
+        restarts_by_rank = self.gathered((restarts(), agent()))
         agents = tuple(sorted({name for _, name in restarts_by_rank if name}))
         is_restart = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
         return is_restart or any(count for count, _ in restarts_by_rank), is_restart, agents
@@ -127,11 +125,18 @@ class RunRanks:
         """Find the processes of the other ranks on this host; all ranks call this as they begin."""
         if self.count == 1:
             return ()
+        names = self.gathered((this_host(), os.getpid()))
+        return tuple(process for host, process in names if host == this_host() and process != os.getpid())
+
+    def gathered(self, what: T) -> list[T]:
+        """Give all ranks what each of them has, in order; all call this."""
+        if self.count == 1:
+            return [what]
         import torch.distributed as dist  # which takes most of a second
 
-        names = [(this_host(), os.getpid())] * self.count
-        dist.all_gather_object(names, names[0])
-        return tuple(process for host, process in names if host == this_host() and process != os.getpid())
+        by_rank = [what] * self.count
+        dist.all_gather_object(by_rank, what)
+        return by_rank
 
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""

@@ -44,6 +44,7 @@ from lading.ir.plan import Plan
 from lading.ir.update_ops import grouped
 from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
+from lading.rank_watch import RankWatch
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, keep_figures, read_steps
 from lading.report.progress import Progress, planning_progress, training_progress
@@ -89,7 +90,7 @@ from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 
 #: What a run is compared with between two steps, and planned again for.
-Watch: TypeAlias = HostWatch | RoutingWatch | ClippingWatch
+Watch: TypeAlias = HostWatch | RankWatch | RoutingWatch | ClippingWatch
 
 
 def train_run(
@@ -307,7 +308,7 @@ def _watch_over(prepared: Prepared, trainer: Trainer, ranks: RunRanks, *, plans:
         return RoutingWatch(prepared, trainer, plans=plans)
     if prepared.run.memory.clipped is not None:
         return ClippingWatch(prepared, trainer, plans=plans)
-    return HostWatch(prepared, trainer, plans=plans, beside=ranks.beside)
+    return HostWatch(prepared, trainer, plans=plans) if ranks.count == 1 else RankWatch(prepared, trainer, ranks)
 
 
 def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:

@@ -231,7 +231,8 @@ def test_bounds_count_what_transfers_take_from_the_host() -> None:
     program = made.lower({}).program
     assert program is not None
     made = within(made, program.peak_bytes)
-    work, moved = made.bound_problem.host_work, made.bound_problem.sent.sum() + made.bound_problem.fetched.sum()
+    work, moves = made.bound_problem.host_work, made.bound_problem.host_moves["host"]
+    moved = moves.sent.sum() + moves.fetched.sum()
     alone_s = sum(work.seconds)
     assert alone_s == pytest.approx(sum(made.costs.op_seconds[op] for op in made.graph.hosted))
     assert lower_bound_s(made) == pytest.approx(alone_s + moved * work.per_byte["host"])

@@ -229,3 +229,41 @@ def test_networks_without_units_and_rates_that_only_a_node_has(tmp_path: Path) -
     assert link("EFA 3200 Gb/s")[2] == ()
     request = asked(tmp_path, hardware={"gpu": "A100 PCIe", "intra_node_link": "PCIe Gen4 (no NVLink)"})
     assert machine_asked(request).links[0].kind == "pcie"
+
+
+#: Ways to say that FlashAttention did not run.
+DENIALS = (
+    "no FlashAttention",
+    "without flash-attention",
+    "not using Flash Attention",
+    "FlashAttention off",
+    "FlashAttention not used",
+    "flash_attn: false",
+    "use_flash_attention=False",
+    "FlashAttention-2 disabled",
+    "Flash Attention is switched off",
+    "FlashAttention was not available",
+    "disabled flash attention",
+    "never FlashAttention",
+)
+
+
+@pytest.mark.parametrize("words", DENIALS)
+def test_without_flash_attention_software_has_what_it_takes_by_itself_then(tmp_path: Path, words: str) -> None:
+    """PyTorch's own function takes its memory-efficient kernel, Megatron's layers have products and a softmax."""
+    torch_2024 = {"source": "a report, 2024-06", "layout": {"framework": "plain PyTorch FSDP"}}
+    megatron = {"source": "a report, 2024-06", "layout": {"framework": "Megatron-LM"}}
+    for place in ({"notes": words}, {"model": {"attention": words}}):
+        assert asked(tmp_path, **torch_2024, **place).stack.attention == "flash1"
+        assert asked(tmp_path, **megatron, **place).stack.attention in ("unfused", "cudnn")
+    assert asked(tmp_path, **torch_2024, notes="FlashAttention-2").stack.attention == "flash2"
+    eager_2022 = {"source": "a report, 2022-06", "layout": {"framework": "plain PyTorch FSDP"}}
+    assert asked(tmp_path, **eager_2022, notes=words).stack.attention == "unfused"
+
+
+@pytest.mark.parametrize(
+    "words", ["PyTorch SDPA, FlashAttention not used", "FlashAttention-3 off", "flash_attn==2.0.4"]
+)
+def test_another_kernel_than_the_one_denied_is_kept(tmp_path: Path, words: str) -> None:
+    torch_2024 = {"source": "a report, 2024-06", "layout": {"framework": "plain PyTorch FSDP"}}
+    assert asked(tmp_path, **torch_2024, model={"attention": words}).stack.attention == "flash2"

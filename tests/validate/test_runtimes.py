@@ -102,9 +102,9 @@ def test_autocast_of_pytorch_is_not_what_it_is_compared_with(rows: dict[str, Row
 @pytest.mark.parametrize(
     ("notes", "attention"),
     [
-        *((f"FlashAttention {words}", "unfused") for words in ("is not used", "off")),
-        *((words, "unfused") for words in ("use-flash-attn false", "use_flash_attention=no", "flash_attention: false")),
-        *((words, "unfused") for words in ("FlashAttention-2 disabled", "does not support FlashAttention")),
+        *((f"FlashAttention {words}", "flash1") for words in ("is not used", "off")),
+        *((words, "flash1") for words in ("use-flash-attn false", "use_flash_attention=no", "flash_attention: false")),
+        *((words, "flash1") for words in ("FlashAttention-2 disabled", "does not support FlashAttention")),
         *((words, "flash2") for words in ("no flashy figures", "unlike Keras", "use_flash_attn: true")),
         *((words, "flash2") for words in ("FlashAttention-2, no dropout", "no FlashAttention-3, which is Hopper's")),
     ],

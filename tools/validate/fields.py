@@ -397,27 +397,44 @@ _KERNEL = (
     rf"(?:flash(?:[- ]?att(?:entio)?n)?(?:{FLASH_VERSION}|\w*)|\bfa-?[1-4]\b|\bsdpa\b|"
     r"scaled dot\w*|\bcudnn\b|xformers|\btriton\b|memory[- ]efficient|\bflex[- ]?att\w*|(?<![a-z-])fused att\w*)"
 )
-_DENIED_KERNELS = re.compile(rf"\b(?:no|not|without|w/o)(?: using)? {_KERNEL}(?:(?:,? n?or |/| and ){_KERNEL})*")
+_DENIED_KERNELS = re.compile(
+    r"\b(?:no|not|without|w/o|never|instead of|rather than|disabl\w+)"
+    rf"(?: us\w+(?: of)?| support\w*(?: of| for)?| hav\w+)? {_KERNEL}(?:(?:,? n?or |/| and ){_KERNEL})*|"
+    rf"{_KERNEL}['\"]?(?: (?:is|was|are))?[ =:]+(?:(?:turned|switched) )?(?:off\b|false\b|disabled|unavailable|"
+    r"unsupported|0\b|no(?=\s*(?:[,;|).]|$))|not (?:used|enabled|available|supported|installed|taken)\b)"
+)
 #: Attention that is no kernel of its own.
 _IN_PARTS = re.compile(
     r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b"
 )
 #: A denied third or fourth FlashAttention may be another kernel.
-_NO_KERNEL = re.compile(r"\b(?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])|fused att)")
+_NO_KERNEL = re.compile(r"\b(?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])(?=[- ]?att|\b)|fused att)")
+#: Words of all fused attention of PyTorch together.
+_ALL_OF_TORCH = re.compile(r"sdpa|scaled dot|fused att")
 
 
-def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
+def denies_flash(words: str) -> bool:
+    """Whether words say that FlashAttention did not run; a denied third or fourth one may be another kernel."""
+    denied = _DENIED_KERNELS.finditer(words.lower().replace("_", " "))
+    return any(_NO_KERNEL.search(match[0]) for match in denied)
+
+
+def attention_of(words: str, stack_attention: str, without_flash: str = "unfused") -> dict[str, Any]:
     """Kernel of attention, where words name one: "eager", "unfused", "flash-attention 2", ...
 
     Args:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
+        without_flash: Kernel that the software has by itself where FlashAttention is switched off.
     """
     lowered = words.lower().replace("_", " ")
-    denied = [match[0] for match in _DENIED_KERNELS.finditer(lowered)]
+    denied = " ".join(match[0] for match in _DENIED_KERNELS.finditer(lowered))
     left = _DENIED_KERNELS.sub(" ", lowered)
     fused = re.search(_KERNEL, left)
-    if _IN_PARTS.search(left) or (not fused and ("fused softmax" in left or any(map(_NO_KERNEL.search, denied)))):
+    if _IN_PARTS.search(left) or (not fused and "fused softmax" in left):
         return {"attention": "unfused"}
+    if not fused and _NO_KERNEL.search(denied):
+        kernel = "unfused" if _ALL_OF_TORCH.search(denied) else without_flash
+        return {} if kernel == stack_attention else {"attention": kernel}
     if numbered := re.search(rf"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa){FLASH_VERSION}", left):
         return {"attention": f"flash{numbered[1]}"}
     if re.search(r"\bcudnn\b", left):

@@ -43,7 +43,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.runtimes import affirmed, words_of_runtime
-from tools.validate.software import CODE, OUTSIDE, month_of, software_of, stated_switches, year_of
+from tools.validate.software import CODE, OUTSIDE, month_of, software_of, stated_switches, without_flash, year_of
 from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -230,7 +230,8 @@ def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tupl
     settings = _autocast(row, stack) | settings
     settings |= adapted_of(str(row.layout.get("task", ""))) or _adapted_by_default(row, stack, assumed)
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
-    settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
+    without = without_flash(row, said(row), stack)
+    settings |= attention_of(str(row.model.get("attention", "")), stack.attention, without)
     settings |= _of_package(row, settings.get("attention", stack.attention), assumed)
     settings |= _before_flash2(row, settings.get("attention", stack.attention), assumed)
     return dataclasses.replace(stack, **settings), optimizer

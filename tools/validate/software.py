@@ -16,7 +16,7 @@ from typing import Any
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
-from tools.validate.fields import FLASH_VERSION, rounds_to_tf32, stage_of
+from tools.validate.fields import FLASH_VERSION, denies_flash, rounds_to_tf32, stage_of
 from tools.validate.pretrained import activation_part, pretrained_of
 from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
@@ -524,13 +524,11 @@ def _biased(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, 
     return {"attention": "masked"}
 
 
-#: Words of attention that is no kernel of its own. A denied third or fourth FlashAttention may be another kernel.
-_NO_FLASH = (
-    r"unfused attention|\b(?:no|without|w/o|not(?: us\w+| support\w*| hav\w+)?) "
-    r"flash(?:[-_ ]?att(?!\w*[-_ ]?v?[34]\b)|\b(?![-_ ]att))|eager attention|"
-    r"attn_implementation[ =:]+eager|flash[-_ ]?att(?:n|ention)?[-_ ]?v?[12]?(?:\.\d+)*['\"]?(?: is| was)?[ =:]+"
-    r"(?:false|off|disabled|0\b|no(?=\s*(?:[,;|).]|$))|not (?:used|enabled|available|supported|installed))"
-)
+#: Words of attention that is no kernel of its own.
+_IN_PARTS = r"unfused attention|eager attention|attn_implementation[ =:]+eager"
+#: Software whose attention is its own, and in parts without FlashAttention: llm-foundry's attn_impl is "torch" then,
+#: flash_attn/models/gpt.py takes SelfAttention of flash_attn/modules/mha.py.
+_OWN_ATTENTION = rf"{OUTSIDE}|llm-?foundry|\bmpt\b|flash[-_]att\w*(?:'s training code|/models)"
 #: PyTorch on AMD's GPUs had no fused attention until 2.3 of 2024 (pytorch/pytorch issue 112997 and pull 114309).
 _AMD_FUSED = 2024
 
@@ -538,12 +536,18 @@ _AMD_FUSED = 2024
 def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention that a row states, where the class has another kind."""
     lowered = text.lower()
-    if re.search(_NO_FLASH, lowered):
+    if re.search(_IN_PARTS, lowered):
         return {"attention": "unfused"}
     if re.search(r"cudnn[-_ ](?:flash|fused|attention|attn|sdpa)", lowered):
         return {"attention": "cudnn"}
     if re.search(r"flex[- _]?attention", lowered):
         return {"attention": "flex"}
+    if denies_flash(text):
+        stated = " ".join(clauses_of(f"{text}; {row.model.get('attention', '')}"))
+        if re.search(r"\bsdpa\b|scaled[ _]dot", stated):  # the package was denied, not PyTorch's own
+            return {"attention": "flash2"} if stack.attention == "unfused" else {}
+        named = re.search(r"xformers|memory[- _]efficient[- _]attention", stated)
+        return {"attention": "flash1" if named else without_flash(row, text, stack)}
     if numbered := re.search(rf"flash[- _]?att(?:ention|n)?{FLASH_VERSION}", affirmed(text)):
         return {"attention": f"flash{numbered[1]}"}
     if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
@@ -567,6 +571,19 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
         return {"attention": "flash1"}
     return {"attention": "flash2"} if stack.attention == "unfused" else {}
+
+
+def without_flash(row: Row, text: str, stack: Stack) -> str:
+    """Kernel of attention that software has by itself where FlashAttention is switched off.
+
+    PyTorch's scaled_dot_product_attention then takes its memory-efficient kernel, which is priced as the first
+    FlashAttention. Transformer Engine takes cuDNN's. Layers of Megatron's and DeepSpeed's kind are products and a
+    softmax.
+    """
+    if not stack.attention.startswith("flash"):
+        return stack.attention
+    is_torch = stack.kind in ("eager-torch", "compiled-torch")
+    return "flash1" if is_torch and not re.search(_OWN_ATTENTION, words_of_runtime(row, text)) else "unfused"
 
 
 def _attention_of_layers(stated: str, assumed: list[str]) -> dict[str, Any]:

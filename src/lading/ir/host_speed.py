@@ -48,6 +48,24 @@ def measured_speed(program: Program, predicted: Timeline, measured: Sequence[Tim
     return HostSpeed(products=factor(PRODUCTS, together), others=factor(OTHERS, together), tiers=tiers)
 
 
+def seconds_by_cause(program: Program, timeline: Timeline) -> dict[str, float]:
+    """Seconds of a step's work by cause, as one timeline of it has them."""
+    return _seconds([_cause(program, number) for number in range(len(program.actions))], timeline)
+
+
+def factors_by_cause(speed: HostSpeed) -> dict[str, float]:
+    """How many times as long each cause takes as the machine file says."""
+    return {PRODUCTS: speed.products, OTHERS: speed.others, **speed.tiers}
+
+
+def cause_words(cause: str) -> str:
+    """Name a cause as people call it."""
+    tier, _, way = cause.rpartition(".")
+    if not tier:
+        return "products" if cause == PRODUCTS else "other operations"
+    return f"{'reads' if way == READ else 'writes'} of the {tier}"
+
+
 def _cause(program: Program, number: int) -> str:
     """Name what an action's seconds depend on; "" for what says nothing of the host's speed."""
     action = program.actions[number]

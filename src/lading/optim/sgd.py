@@ -32,6 +32,10 @@ class SGD(ParameterRule):
         check_number("momentum", self.momentum, 0)
         check_number("dampening", self.dampening, 0)
         check_number("weight_decay", self.weight_decay, 0)
+        if self.dampening and not self.momentum:
+            raise ConfigError(
+                f"dampening: expected momentum above 0 beside it, got dampening = {self.dampening}; leave it out"
+            )
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ConfigError(
                 f"nesterov: expected momentum above 0 and no dampening with it, got momentum {self.momentum} and "

@@ -81,7 +81,7 @@ class Relaxation:
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
         self.device_rows = set[
             int
-        ]()  # those that leave out what moves past the device: of wires, and of the host's work
+        ]()  # those without what moves past the device: of wires, of the host
         self.network_row = -1  # first of the network's time rows; -1 without any
         self.host_row = -1  # that of the host's operations; -1 without any
         self.capacity_rows: dict[Option, int] = {}

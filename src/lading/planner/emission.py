@@ -65,7 +65,7 @@ class HostStay:
         first, last: Items of the first and of the last operation on the host that uses it.
         tier: Tier that it comes from, and goes back to if ``is_written``.
         since: The first item at which that tier has its value.
-        loaded: Item before which it begins to come; a lowering decides it (``planner.staging``).
+        loaded: Item before which it begins to come; a lowering decides it (``planner.host_staging``).
     """
 
     storage: int

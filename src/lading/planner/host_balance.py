@@ -35,8 +35,8 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, slot_sizes, write_stream
 from lading.memory.lifetime import lifetimes
 from lading.memory.tier_layout import home_tiers
+from lading.planner.host_staging import least_staged_bytes, staged_bytes, taken_by_host
 from lading.planner.residency import Found, StepProblem
-from lading.planner.staging import least_staged_bytes, staged_bytes, taken_by_host
 
 _PARTS = 8
 #: Shares of the groups that are planned at most, the first guess included, and operations of these plans together.

@@ -79,9 +79,7 @@ class Relaxation:
         self.positions: list[int] = []  # of the memory rows
         self.covered: list[float] = []  # bytes at each if every gap is kept
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
-        self.device_rows = set[
-            int
-        ]()  # those without what moves past the device: of wires, of the host
+        self.device_rows = set[int]()  # those without what moves past the device: of wires, of the host
         self.network_row = -1  # first of the network's time rows; -1 without any
         self.host_row = -1  # that of the host's operations; -1 without any
         self.capacity_rows: dict[Option, int] = {}

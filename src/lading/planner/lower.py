@@ -32,9 +32,9 @@ from lading.ir.program import (
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, pack
 from lading.planner.emission import UNUSED, Choices, Emission, HostStay, Item, emit
+from lading.planner.host_staging import staging
 from lading.planner.roomier import LEAST_OPS, BufferPlaces, roomier
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
-from lading.planner.staging import staging
 
 
 def connect(

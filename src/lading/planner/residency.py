@@ -33,12 +33,12 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
 from lading.planner.fluid import FlowProgram
+from lading.planner.host_staging import taken_by_host
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.planner.single_changes import improve, tries
-from lading.planner.staging import taken_by_host
 from lading.sim.device_step import simulate, step_times
 from lading.units import format_bytes, format_seconds
 

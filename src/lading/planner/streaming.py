@@ -25,12 +25,12 @@ from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import Gap, beside_host, gaps, is_movable
 from lading.memory.verify import verify
 from lading.planner.host_balance import with_host
+from lading.planner.host_staging import staged_bytes
 from lading.planner.linear import facets
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, StepProblem, infeasible
 from lading.planner.schedule import base_profile
-from lading.planner.staging import staged_bytes
 
 #: A gap of fewer operations is no time to go away.
 _LEAST_OPS = 40

@@ -35,6 +35,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.mutants --check
 	$(COMPILE)
 	$(BIN)/python -m $(PYTEST) -m "not gpu and not multi_gpu and not slow" $(PYTEST_ARGS)
 

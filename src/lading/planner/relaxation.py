@@ -229,22 +229,10 @@ def build(
     below = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
     base = _base(graph, lives, offers.chosen | {(storage, UNUSED) for storage in below})
     versions = frozenset(each.version for each in candidates)
-    moves = _past_device(graph, lives)
-    large: list[Candidate] = []
-    for gap, version in _beside_host(graph, lives, versions):
-        size, tier = slot_bytes(graph.storages[gap.storage].size_bytes), machine.host_tier
-        tier = lives.behind_host.get(gap.storage, tier)
-        of_tier = moves.setdefault(tier, HostMoves.none(len(graph.ops)))
-        if version is None:
-            of_tier.fetched[gap.end] += size
-        else:
-            of_tier.sent[gap.start] += size
-        if size >= min_bytes:
-            large.append(Candidate(gap, size, (Option(tier),), 0.0, 0.0, {}, version))
+    moves, large = _host_moves(graph, lives, machine.host_tier, versions, min_bytes)
     return ResidencyProblem(
         len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
-        host_moves=moves, beside_host=tuple(large),
-        host_work=_host_work(graph, lives, machine, costs),
+        host_moves=moves, beside_host=large, host_work=_host_work(graph, lives, machine, costs),
     )  # fmt: skip
 
 
@@ -409,6 +397,34 @@ def _beside_host(
         if version not in written and made >= 0 and made not in graph.on_host:
             written.add(version)
             yield gap, version
+
+
+def _host_moves(
+    graph: StepGraph,
+    lives: Lifetimes,
+    host_tier: str,
+    chosen: frozenset[tuple[int, int] | None],
+    min_bytes: int,
+) -> tuple[dict[str, HostMoves], tuple[Candidate, ...]]:
+    """Bytes that move as operations on the host make or need them, by tier, and the gaps of large ones.
+
+    Args:
+        chosen: Versions of which a choice decides whether they are written.
+        min_bytes: Smaller storages are left out of the gaps.
+    """
+    moves = _past_device(graph, lives)
+    large: list[Candidate] = []
+    for gap, version in _beside_host(graph, lives, chosen):
+        size = slot_bytes(graph.storages[gap.storage].size_bytes)
+        tier = lives.behind_host.get(gap.storage, host_tier)
+        of_tier = moves.setdefault(tier, HostMoves.none(len(graph.ops)))
+        if version is None:
+            of_tier.fetched[gap.end] += size
+        else:
+            of_tier.sent[gap.start] += size
+        if size >= min_bytes:
+            large.append(Candidate(gap, size, (Option(tier),), 0.0, 0.0, {}, version))
+    return moves, tuple(large)
 
 
 def _past_device(graph: StepGraph, lives: Lifetimes) -> dict[str, HostMoves]:

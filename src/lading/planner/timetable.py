@@ -130,10 +130,11 @@ class _Player:
         tiers = step.machine.tiers
         self.reads = {t.name: _Lane(t.read_bytes_per_s, t.mixed_read_bytes_per_s, t.latency_s) for t in tiers}
         self.writes = {t.name: _Lane(t.write_bytes_per_s, t.mixed_write_bytes_per_s, t.latency_s) for t in tiers}
-        host = step.machine.host_device
-        for tier in tiers if host is not None else ():
-            share = (1 if tier.host_computes else 2) / host.memory_bandwidth_bytes_per_s
-            self.reads[tier.name].host_share = self.writes[tier.name].host_share = share
+        if step.machine.host_device is not None:
+            bandwidth = step.machine.host_device.memory_bandwidth_bytes_per_s
+            for tier in tiers:
+                share = (1 if tier.host_computes else 2) / bandwidth
+                self.reads[tier.name].host_share = self.writes[tier.name].host_share = share
         self.wires = [_Wire.of(shared, self.reads, self.writes) for shared in wires(tiers)]
         self.before: dict[int, int] = {}  # the stay of the same storage before each
         self.there = [stay.initial for stay in self.stays]

@@ -25,14 +25,14 @@ from lading.catalog.load import save_machine
 from lading.checkpoint.store import STATE, latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError, PlanInfeasible, StorageError
 from lading.ir.job_timeline import JobTimeline
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import prepare_plan, sharing_batches
 from lading.runtime.data import TextDataset
-from lading.train import train_run
+from lading.train import train_plain, train_run
 from lading.units import format_bytes, format_seconds
 from tests.machines import small_machine
 from tests.ranks import run_ranks
@@ -386,3 +386,29 @@ def _plans(rank: int, path: str) -> None:
     )
     assert code == 0, err
     assert bool(out) == (rank == 0)
+
+
+def _trained(rank: int, plan: str) -> None:
+    train_run(Plan.load(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "dp2,zero3"])
+def test_bf16_with_dropout_in_the_least_memory_trains_on_ranks_as_plain_pytorch(tmp_path: Path, layout: str) -> None:
+    """Micro-batches of two ranks, clipped, with masters, in the smallest budget that a plan is found for."""
+    path, plain = written(tmp_path), tmp_path / "plain"
+    asked = (
+        "model.sizes={dim=64, num_layers=3, num_heads=2, dropout=0.2}",
+        "optimization={steps=6, clip_norm=0.5, warmup_steps=2, precision='bf16', micro_batches=4}",
+    )
+    plain.mkdir()
+    expected = train_plain(load_run(path, [*asked, f"out={plain}"]), plain).losses
+    run = load_run(path, [*asked, f"layout='{layout}'", f"memory.budget={OVERHEAD_BYTES}"])
+    with pytest.raises(PlanInfeasible) as refused:
+        plan_run(run, devices=2)
+    memory = dataclasses.replace(run.memory, budget=refused.value.smallest_budget_bytes)
+    made = plan_run(dataclasses.replace(run, memory=memory), devices=2).plan
+    assert len(made.choices.gaps) > 100
+    made.save(tmp_path / "plan.json")
+    run_ranks(_trained, 2, str(tmp_path / "plan.json"))
+    assert [record["loss"] for record in records(Path(run.out))] == [*expected]

@@ -30,12 +30,12 @@ of what a plan does: its seconds and bytes moved are those of the mean. Where al
 are the bytes that it takes there; where c of them do, it takes at least s (n mean - (n - c)), as the others would take
 s at most. "Together" is at the same operations, in a large step in the same few.
 
-[Note: windows] Inside a window, but not as it begins, what is written at its end counts as written. So windows end at the
-moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
-write until then is there, or made again. And what is read in a window takes a place from the next one on only, so they
-also end before and after the moment at which an operation leaves least room: what the next operations read can then not
-have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the program
-is solved again (``WindowedBound``): few windows then say what many equal ones do.
+[Note: windows] Inside a window, but not as it begins, what is written at its end counts as written. So windows end at
+the moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does
+not write until then is there, or made again. And what is read in a window takes a place from the next one on only, so
+they also end before and after the moment at which an operation leaves least room: what the next operations read can
+then not have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the
+program is solved again (``WindowedBound``): few windows then say what many equal ones do.
 """
 
 from __future__ import annotations

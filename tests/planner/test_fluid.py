@@ -193,3 +193,19 @@ def test_windows_end_at_the_moment_that_leaves_least_room() -> None:
     assert cut is not None
     best = min(found.timeline.duration_s for found in every_choice(step))
     assert 1.03 * plain.step_s < cut.step_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [13, 15])
+def test_nothing_has_been_written_in_a_window_as_it_begins(seed: int) -> None:
+    step = in_blocks(tiny(seed), slower=5.0)
+
+    class Plain(FlowProgram):
+        def terms_at(self, number: int, window: int, *, begins: bool = False) -> tuple[list[int], list[float]]:
+            return super().terms_at(number, window)
+
+    plain, exact = (made(step.bound_problem, step.arena_bytes, 5).solve() for made in (Plain, FlowProgram))
+    assert plain is not None
+    assert exact is not None
+    best = min(found.timeline.duration_s for found in every_choice(step))
+    assert 1.03 * plain.step_s < exact.step_s <= best * (1 + 1e-6)

@@ -14,6 +14,7 @@ bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds
                             latencies for each direction of each tier
     memory at t             base_t + sum_{g over t} s_g (1 - sum_o x[g, o]
                               + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
+                              and with what is unwritten as k(t) begins where t is its first position
     bytes in a tier         sum_i s_i max_g x[g, o] <= its budget                                    _add_capacity
     the host's operations   x = 1, read or written in the gap beside them                            _add_forced
     the host's processors   T of the windows from which on, or up to which, operations have to run
@@ -29,12 +30,12 @@ of what a plan does: its seconds and bytes moved are those of the mean. Where al
 are the bytes that it takes there; where c of them do, it takes at least s (n mean - (n - c)), as the others would take
 s at most. "Together" is at the same operations, in a large step in the same few.
 
-[Note: windows] Inside a window, what is written at its end counts as written all the time. So windows end at the
-moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
-write until then is there, or made again. And what is read in a window takes a place from the next one on only, so they
-also end before and after the moment at which an operation leaves least room: what the next operations read can then not
-have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the program
-is solved again (``WindowedBound``): few windows then say what many equal ones do.
+[Note: windows] Inside a window, but not as it begins, what is written at its end counts as written. So windows end at
+the moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does
+not write until then is there, or made again. And what is read in a window takes a place from the next one on only, so
+they also end before and after the moment at which an operation leaves least room: what the next operations read can
+then not have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the
+program is solved again (``WindowedBound``): few windows then say what many equal ones do.
 """
 
 from __future__ import annotations
@@ -482,31 +483,47 @@ class FlowProgram:
         ends = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
         candidates = [self.candidates[index] for index in each.members]
         for window in range(ends[0], ends[1] + 1):
-            columns, factors = self.terms_at(number, window)
-            if again is not None:
-                columns, factors = [again, *columns], [-1.0, *factors]
-            positions = self.positions_of(window)
-            if positions is None:
-                continue
-            if window not in ends:
-                yield *positions, each.size_bytes, columns, factors
-                continue
-            for first, last, count, _ in counted(candidates, *positions, window >= self.windows):
-                scaled = [factor * len(candidates) / count for factor in factors]
-                yield first, last, count * each.leader.size_bytes, columns, scaled
+            for (begin, end), (moved, less) in self._parts_of_window(number, window):
+                columns, factors = (moved, less) if again is None else ([again, *moved], [-1.0, *less])
+                if window not in ends:
+                    yield begin, end, each.size_bytes, columns, factors
+                    continue
+                for first, last, count, _ in counted(candidates, begin, end, window >= self.windows):
+                    scaled = [factor * len(candidates) / count for factor in factors]
+                    yield first, last, count * each.leader.size_bytes, columns, scaled
+
+    def _parts_of_window(
+        self, number: int, window: int
+    ) -> Iterator[tuple[tuple[int, int], tuple[list[int], list[float]]]]:
+        """Yield the first position of a window and the others, with the terms of a class there."""
+        positions = self.positions_of(window)
+        if positions is None:
+            return
+        (first, last), inside = positions, self.terms_at(number, window)
+        begun = self.terms_at(number, window, begins=True)
+        if begun == inside:
+            yield positions, inside
+            return
+        yield (first, first), begun
+        if first < last:
+            yield (first + 1, last), inside
 
     def positions_of(self, window: int) -> tuple[int, int] | None:
         """First and last position of a window, which counts on over the boundary; None where it has none."""
         first, end = self.begins[window % self.windows : window % self.windows + 2]
         return (first, end - 1) if first < end else None
 
-    def terms_at(self, number: int, window: int) -> tuple[list[int], list[float]]:
-        """Columns and factors by which its moves make a class's share smaller in a window of its gaps."""
+    def terms_at(self, number: int, window: int, *, begins: bool = False) -> tuple[list[int], list[float]]:
+        """Columns and factors by which its moves make a class's share smaller in a window of its gaps.
+
+        Args:
+            begins: As the window begins, when nothing has been written in it.
+        """
         columns: list[int] = []
         factors: list[float] = []
         for gap_columns in self.flows[number].values():
             read = gap_columns.reads[: max(0, window - gap_columns.first_read)]
-            left = gap_columns.writes[max(0, window - gap_columns.first + 1) :]
+            left = gap_columns.writes[max(0, window - gap_columns.first + (not begins)) :]
             columns += [gap_columns.share, *read, *left]
             factors += [-1.0, *[1.0] * (len(read) + len(left))]
         return columns, factors

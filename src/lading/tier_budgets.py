@@ -25,7 +25,7 @@ def asked_limits(
     """Collect budgets of tiers by name, refusing bad ones before anything is planned.
 
     Args:
-        disk_budget: Limit of the machine's nearest tier of kind "file"; None where it is not set.
+        disk_budget: Budget of the nearest tier of kind "file"; None where it is not set.
 
     Raises:
         ConfigError: one means nothing, is said twice, is of a tier that the machine has not, or is more memory than it

@@ -173,11 +173,21 @@ def test_a_full_disk_is_found_at_the_start(folder: Path, monkeypatch: pytest.Mon
     FileTier(folder, 1 << 20).close()  # neither lock nor file was left behind
 
 
+def test_a_quota_is_no_want_of_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(StorageError, match="found a quota on the space of this user") as caught:
+        FileTier(folder, 1 << 20)
+    assert " free" not in str(caught.value)  # the disk may have all the space in the world
+
+
 def test_a_file_size_limit_is_found_at_the_start(folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(StorageError, match="File too large"):
+        with pytest.raises(StorageError, match=r"found a limit on the size of a file, .*ulimit -f.*File too large"):
             FileTier(folder, 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

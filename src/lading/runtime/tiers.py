@@ -36,6 +36,11 @@ from lading.units import MiB, format_bytes
 PIECE_BYTES = 8 * MiB
 #: What a file system says that takes no O_DIRECT, or has no files without a name.
 _NOT_TAKEN = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
+#: Errors of a write for which the disk may have room: what forbids it.
+_LIMITS = {
+    errno.EFBIG: "a limit on the size of a file, of the process (ulimit -f) or of the file system",
+    errno.EDQUOT: "a quota on the space of this user",
+}
 _SWAP = re.compile(r"lading-swap-\d+(-[0-9a-f]+)?\Z")
 #: Folder of the files of a rank but the first, which goes when they do.
 _OF_RANK = re.compile(r"rank-\d+\Z")
@@ -232,6 +237,13 @@ class FileTier:
             if size_bytes:
                 os.posix_fallocate(self._file, 0, size_bytes)
         except OSError as error:
+            if error.errno in _LIMITS:
+                raise StorageError(
+                    f"expected a swap file of {format_bytes(size_bytes)} ({size_bytes} bytes) in {self.folder}, "
+                    f"found {_LIMITS[error.errno]} ({error.strerror}); raise it, choose another folder or raise the "
+                    "memory budget",
+                    errno=error.errno,
+                ) from error
             stat = os.statvfs(self.folder)
             raise StorageError(
                 f"expected {format_bytes(size_bytes)} ({size_bytes} bytes) of space in "
@@ -407,9 +419,10 @@ class FileTier:
                 if not self.direct:
                     os.posix_fadvise(self._file, offset + num_done, moved, os.POSIX_FADV_DONTNEED)
             except OSError as error:
+                advice = f"raise {limit}" if (limit := _LIMITS.get(error.errno or 0)) else "check the disk (dmesg)"
                 raise StorageError(
                     f"cannot {verb} {len(piece)} bytes at {offset + num_done} of the swap file in {self.folder}: "
-                    f"{error.strerror}; check the disk (dmesg)",
+                    f"{error.strerror}; {advice}",
                     errno=error.errno,
                 ) from error
             if moved < len(piece):

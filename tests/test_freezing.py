@@ -524,6 +524,14 @@ def test_a_run_that_begins_frozen_is_compared_with_its_own_prediction(
     assert f"{predicted} were predicted: beside the machine file," in " ".join(printed.err.split())
 
 
+@pytest.mark.long
+def test_layers_freeze_after_the_steps_that_are_compared_with_the_prediction(tmp_path: Path) -> None:
+    """Steps 3 to 9 are of the Program before."""
+    asked = [*FREEZE[:3], LAYERS_OF_RUN, "optimization.steps=11", "freeze.every_steps=9", "freeze.schedule=[0, 1]"]
+    run = load_run(write_run(tmp_path), asked)
+    assert list(train_run(run).losses) == frozen_plain(run, [0] * 9 + [1] * 2)
+
+
 @pytest.mark.slow
 def test_a_run_whose_matrices_are_all_frozen_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rule for matrices then moves nothing; what is said of a frozen one by its name is no error."""

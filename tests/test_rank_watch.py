@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -55,8 +56,10 @@ def test_transfers_that_take_long_are_named_by_their_ranks() -> None:
     assert "transfers among ranks 0 and 1 take 60.0 ms, 10.0 ms were predicted" in job_words(
         by_rank, {"dp of 0": {0: 0.06, 1: 0.06}, "dp of 2": {2: 0.01, 3: 0.01}}
     )
-    words = job_words(by_rank, {"1 to 2": {2: 0.05}})
-    assert words.endswith(": transfers from rank 1 to rank 2 take 50.0 ms, 0 s were predicted"), words
+    sent = [*by_rank[:1], dataclasses.replace(by_rank[1], transfers_s={"1 to 2": 0.02}), *by_rank[2:]]
+    words = job_words(sent, {"1 to 2": {2: 0.05}})
+    assert words.endswith(": transfers from rank 1 to rank 2 take 50.0 ms, 20.0 ms were predicted"), words
+    assert "transfers from" not in job_words(sent, {"1 to 2": {2: 0.02}})
 
 
 def test_nothing_is_said_of_steps_as_predicted_and_something_of_any_other() -> None:

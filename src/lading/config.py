@@ -62,16 +62,20 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def _refuse_idle(settings: object, needed: str, *names: str) -> None:
+def _refuse_idle(settings: object, needed: str, *names: str, within: str = "") -> None:
     """Refuse settings that change nothing in this configuration, where they are not as by default.
 
     Args:
         needed: Words that name what they belong to, and what is there in its place.
+        within: Begins the names in words, where these are of a part of what is checked.
     """
     usual = {f.name: f.default for f in dataclasses.fields(cast(Any, settings))}
     for name in names:
         if (value := getattr(settings, name)) != usual[name]:
-            raise ConfigError(f"{name}: expected {needed}, got {name} = {short_repr(value)}; leave it out")
+            raise ConfigError(
+                f"{within}{name}: expected {needed}, got {name} = {short_repr(value)}; "
+                f"leave it out, or set it to {short_repr(usual[name])}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,9 +265,9 @@ class DataConfig:
             what = f"kind {self.kind!r}" if self.kind != "text" else f"source {SYNTHETIC!r}"
             needed = f"kind 'text' and files of it beside it, found {what}"
             _refuse_idle(self, needed, "format", "text_field", "label_field", "tokenizer")
-        elif self.format in ("text", "bytes") or self.source == STDLIB:
-            what = f"source {STDLIB!r}" if self.source == STDLIB else f"format {self.format!r}"
-            _refuse_idle(self, f"JSON lines or Parquet beside it, found {what}", "text_field", "label_field")
+        elif self.format in ("text", "bytes"):
+            needed = f"JSON lines or Parquet beside it, found format {self.format!r}"
+            _refuse_idle(self, needed, "text_field", "label_field")
         _integer("sequence_length", self.sequence_length, 0 if self.kind != "text" else 1)
         _integer("batch_size", self.batch_size, 1)
 
@@ -476,8 +480,6 @@ class CheckpointConfig:
             _refuse_idle(self, "every_steps > 0 beside it, as it is for checkpoints on the way", "wait")
         if self.in_place:
             _refuse_idle(self, "in_place = false beside it, as training waits for checkpoints in place anyway", "wait")
-        if not self.saves:
-            _refuse_idle(self, "every_steps > 0 or at_end = true beside it, as nothing is saved", "keep")
 
     @property
     def saves(self) -> bool:
@@ -510,8 +512,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 1)
-        if not (self.tensorboard or self.wandb):
-            _refuse_idle(self, "tensorboard or wandb beside it, as metrics.jsonl has every step", "every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,6 +547,9 @@ class RunConfig:
         _integer("threads", self.threads, 0)
         _integer("seed", self.seed, 0, (1 << 63) - 1)
         _text("out", self.out)
+        if self.data.source == STDLIB and self.data.kind == "text" and not (self.validation and self.validation.source):
+            needed = f"JSON lines or Parquet beside it, found source {STDLIB!r}"
+            _refuse_idle(self.data, needed, "text_field", "label_field", within="data.")
         if self.validation is not None and (self.data.kind == "random" or self.data.source == SYNTHETIC):
             raise ConfigError(
                 "validation: expected data in files, found numbers that are made up anew for each step, of which "

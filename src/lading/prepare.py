@@ -574,8 +574,7 @@ def plan_run(
         planned = make(settings.policy, settings.budget, machine)
     moved = run.optimization
     made = _annotated(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
-    made = _noting(made, limit_notes(run, machine, run_limits(run, machine)))
-    return Prepared(run, step, made, planned.program)
+    return Prepared(run, step, made, planned.program, limit_notes(run, machine, run_limits(run, machine)))
 
 
 @dataclass(frozen=True)
@@ -653,9 +652,8 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
         others=step.others,
         stage_saves=run.checkpoint.stages,
     ).of_run(run_to_dict(run))
-    made = _noting(made, limit_notes(run, machine, limits, local_ranks))
-    mine = made.of_rank(rank_number())
-    return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
+    mine, notes = made.of_rank(rank_number()), limit_notes(run, machine, limits, local_ranks)
+    return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0], notes)
 
 
 def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: int) -> InMemory:
@@ -690,11 +688,6 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
         workspace_bytes=memory.scratch_bytes,
         expansion=memory.settings(_run_save_bytes(run, step.graph, machine)),
     )
-
-
-def _noting(plan: Plan, sentences: Sequence[str]) -> Plan:
-    """Copy of a plan that has these sentences among its assumptions, first."""
-    return dataclasses.replace(plan, assumptions=(*sentences, *plan.assumptions)) if sentences else plan
 
 
 def _annotated(

@@ -74,12 +74,17 @@ class CapturedRun:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A planned run: its configuration, its captured step, its plan and its Program."""
+    """A planned run: its configuration, its captured step, its plan and its Program.
+
+    Attributes:
+        notes: Sentences on what of the run's budgets there may not be room for now.
+    """
 
     run: RunConfig
     step: CapturedRun
     plan: Plan
     program: Program
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -112,7 +117,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     if to_run and run.kept_checkpoints and machine.device.kind == "cpu" and not program.save_bytes:
         raise ConfigError(
             "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0, "
-            "and checkpoint.at_end and validation.keep_best to false there"
+            "and checkpoint.at_end and validation.keep_best to false there (and leave checkpoint.keep and wait out)"
         )
     return Prepared(run, step, plan, program)
 

@@ -15,7 +15,7 @@ from lading.config import MemoryConfig, RunConfig
 from lading.errors import ConfigError
 from lading.ir.machine import FILE, Machine, Tier
 from lading.planner.api import tier_limits
-from lading.runtime.host import host_id
+from lading.runtime.host import host_id, usable_bytes
 from lading.units import format_bytes, parse_bytes, share_or_bytes
 
 
@@ -44,8 +44,8 @@ def asked_limits(
             budgets = {**budgets, swap: size}
     limits = tier_limits(machine, budgets)
     for tier in machine.tiers:
-        if tier.kind != FILE and limits[tier.name] > tier.capacity_bytes:
-            raise _above(f"budgets[{tier.name!r}]", limits[tier.name], tier.capacity_bytes, f"{machine.name} has")
+        if tier.kind != FILE and limits[tier.name] > (most := _memory_bytes(tier, machine)):
+            raise _above(f"budgets[{tier.name!r}]", limits[tier.name], most, f"{machine.name} has")
     return budgets
 
 
@@ -53,8 +53,8 @@ def run_limits(run: RunConfig, machine: Machine, local_ranks: int = 1) -> dict[s
     """Budgets in bytes that a run's settings give the tiers of its machine, for each of the ranks that share them.
 
     Raises:
-        ConfigError: a budget is of no tier, or is more than there is; or the run has a setting of a swap file, on this
-            host, and its machine has none.
+        ConfigError: a budget is of no tier, or is more than there is; or the run has a setting of a swap file, and its
+            machine has none.
     """
     memory, swap = run.memory, machine.swap_tier
     if not swap and share_or_bytes(memory.disk_budget, 1 << 40) and memory.disk_budget != MemoryConfig.disk_budget:
@@ -65,19 +65,20 @@ def run_limits(run: RunConfig, machine: Machine, local_ranks: int = 1) -> dict[s
     whole_bytes = {tier.name: _whole_bytes(tier, run) // local_ranks for tier in machine.tiers}
     limits = memory.tier_budgets(whole_bytes, swap)
     for tier in machine.tiers:
-        most, owner = tier.capacity_bytes // local_ranks, f"{machine.name} has"
+        most, owner = _memory_bytes(tier, machine) // local_ranks, f"{machine.name} has"
         if tier.kind == FILE:
             if machine.host_id != host_id():
                 continue
             folder = _existing(_folder(tier, run))
-            most, owner = max(most, shutil.disk_usage(folder).total // local_ranks), f"the disk of {folder} has"
+            most = max(tier.capacity_bytes, shutil.disk_usage(folder).total) // local_ranks
+            owner = f"the disk of {folder} has"
         if limits.get(tier.name, 0) > most:
             raise _above(memory.setting_of(tier.name), limits[tier.name], most, owner, local_ranks)
     return limits
 
 
-def limit_notes(run: RunConfig, machine: Machine, limits: Mapping[str, int], local_ranks: int = 1) -> list[str]:
-    """Sentences on what of a run's budgets there may not be room for.
+def limit_notes(run: RunConfig, machine: Machine, limits: Mapping[str, int], local_ranks: int = 1) -> tuple[str, ...]:
+    """Sentences on what of a run's budgets there may not be room for now; no part of a plan, as free space changes.
 
     Args:
         limits: Budgets as ``run_limits`` gives them.
@@ -100,7 +101,7 @@ def limit_notes(run: RunConfig, machine: Machine, limits: Mapping[str, int], loc
                 f"{format_bytes(room // local_ranks)} that {where}{each}: a run that finds less than its plan takes is "
                 "refused"
             )
-    return notes
+    return tuple(notes)
 
 
 def _above(setting: str, size_bytes: int, most_bytes: int, owner: str, ranks: int = 1) -> ConfigError:
@@ -109,6 +110,16 @@ def _above(setting: str, size_bytes: int, most_bytes: int, owner: str, ranks: in
         f"{setting}: expected at most {format_bytes(most_bytes)} ({most_bytes} bytes), all that {owner}{each}, got "
         f"{format_bytes(size_bytes)} ({size_bytes} bytes); lower it, or leave it out"
     )
+
+
+def _memory_bytes(tier: Tier, machine: Machine) -> int:
+    """Bytes of memory behind a tier of the host that this machine is or, if it is another, of its node.
+
+    ``Tier.capacity_bytes`` is less: what a plan may use without a budget, for one of the node's devices.
+    """
+    if machine.host_id == host_id():
+        return max(tier.capacity_bytes, usable_bytes())
+    return tier.capacity_bytes * machine.node_devices
 
 
 def _whole_bytes(tier: Tier, run: RunConfig) -> int:

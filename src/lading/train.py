@@ -178,9 +178,7 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     """
     run, out = prepared.run, Path(prepared.run.out)
     data, held_out = ranks.opened(partial(opened_data, run, prepared.step.initial.model))
-    if (note := short_of_peak(run.optimization)) is not None:
-        print(note, flush=True)
-    if words := crowded_words(run):
+    for words in filter(None, (short_of_peak(run.optimization), crowded_words(run))):
         print(fitted(words), flush=True)
     if run.data.kind == "random":
         print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
@@ -190,8 +188,9 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     if resume:
         print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
-    plan, here = prepared.plan, len(ranks.beside) + 1
-    for words in filter(None, (limit_words(plan), wear_words(plan), room_words(plan, available_bytes(), here))):
+    plan = prepared.plan
+    room = room_words(plan, available_bytes(), len(ranks.beside) + 1)
+    for words in filter(None, (limit_words(plan), wear_words(plan), room, *prepared.notes)):
         print(fitted(words), flush=True)
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
@@ -463,7 +462,8 @@ def _check_room(prepared: Prepared, first: int) -> None:
 
 def _plan_again(freezer: _Freezer | None, watch: Watch, steps_left: int, progress: Progress) -> None:
     """Plan again where layers froze, the host, chosen experts or clipped steps are others; shows what comes of it."""
-    for words in ("" if freezer is None else freezer.advance(), watch.advance(steps_left)):
+    watched = watch.advance(steps_left)  # of the Program before layers freeze
+    for words in (watched, "" if freezer is None else freezer.advance()):
         if words:
             progress.note(fitted(words))
 

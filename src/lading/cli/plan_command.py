@@ -147,6 +147,8 @@ class PlanCommand:
             return
         print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
         prepared.plan.save(self.out)
+        for words in prepared.notes:
+            print(fitted(words))
         print(f"wrote {self.out}")
         if prepared.plan.ranks > 1:
             print(f"run it here by: {launcher(prepared.plan.ranks)}lading train --plan {shlex.quote(str(self.out))}")

@@ -26,7 +26,7 @@ from lading.planner.api import make_plan
 from lading.planner.fluid import FlowProgram
 from lading.planner.forms import lesser_forms
 from lading.planner.host_balance import hosted_alike, hosted_step, with_host
-from lading.planner.linear import dual_bound_s
+from lading.planner.linear import dual_bound_s, solve
 from lading.planner.orders import Ordered, deferred_step, sharpened, sharpened_with_host
 from lading.planner.relaxation import fold
 from lading.planner.residency import Found, StepProblem, flow_bound_s, lower_bound_s
@@ -219,6 +219,7 @@ def test_bounds_with_a_busy_host_are_below_all_plans(seed: int, share: float) ->
     program = made.lower(random_choices(made, rng)).program
     assert program is not None
     tight = within(made, program.peak_bytes)
+    tight = dataclasses.replace(tight, budgets={**tight.budgets, "host": program.tier_bytes("host")})
     step_s = made.simulate(program).duration_s
     for bound_s in (lower_bound_s(tight), *(flow_bound_s(tight, windows) for windows in (1, 4, 16))):
         assert bound_s <= step_s * (1 + 1e-6)
@@ -365,6 +366,29 @@ def test_states_on_the_disk_are_updated_on_the_host_where_that_is_faster() -> No
     slow = dataclasses.replace(step.machine.host_device, optimizer_elements_per_s=1e6)  # type: ignore[type-var]
     slower = dataclasses.replace(step, machine=dataclasses.replace(step.machine, host_device=slow))
     assert not streaming(slower).step.lives.behind_host
+
+
+def test_a_disk_that_a_machine_lists_before_its_memory_is_not_behind_it() -> None:
+    step = states_behind()
+    machine = dataclasses.replace(step.machine, tiers=step.machine.tiers[::-1])
+    found = streaming(dataclasses.replace(step, machine=machine))
+    assert not found.step.lives.behind_host
+    verify(found.program)
+
+
+def test_what_has_a_place_on_the_host_takes_no_other_one() -> None:
+    """Parameters that the host updates may leave the device though the host has room for nothing else."""
+    whole = captured("llama", machine=machine_with_host(), num_layers=2, dim=256, vocab_size=4000)
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    made = within(made, int(0.62 * needs(whole, {})))
+    problem = made.bound_problem
+    updated = tuple(each for each in problem.candidates if each.gap.storage in problem.placed)
+    problem = dataclasses.replace(problem, candidates=updated, folding=None, capacity_bytes={"host": 0, "disk": 0})
+    assert problem.placed == made.graph.host_storages
+    assert updated
+    most = int(problem.base.max()) + sum(each.size_bytes for each in updated) // 4
+    assert solve(problem, most, windows=1) is not None
+    assert solve(dataclasses.replace(problem, placed=frozenset()), most, windows=1) is None
 
 
 def test_bounds_count_what_passes_the_device_on_the_disk_and_not_on_the_wire() -> None:

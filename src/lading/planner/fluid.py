@@ -396,12 +396,10 @@ class FlowProgram:
             users: dict[int, list[int]] = {}
             size: dict[int, int] = {}
             for each, flows in zip(self.classes, self.flows, strict=True):
-                for option, gap_columns in flows.items():
-                    if (
-                        option == name and Option.KEEP in each.leader.options
-                    ):  # the leaders' storage stands for those of all members
-                        users.setdefault(each.leader.gap.storage, []).append(gap_columns.share)
-                        size[each.leader.gap.storage] = each.size_bytes
+                storage = each.leader.gap.storage  # stands for those of all members
+                if Option(name) in flows and Option.KEEP in each.leader.options and storage not in self.problem.placed:
+                    users.setdefault(storage, []).append(flows[Option(name)].share)
+                    size[storage] = each.size_bytes
             if sum(size.values()) <= capacity:
                 continue
             placed = {storage: self._column() for storage in users}

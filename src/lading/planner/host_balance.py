@@ -31,6 +31,7 @@ from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.host_ops import hosted, light_groups
+from lading.ir.machine import FILE
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, slot_sizes, write_stream
 from lading.memory.lifetime import lifetimes
@@ -152,7 +153,8 @@ def _behind(found: Found, groups: Sequence[_HostedOps]) -> tuple[list[int], dict
         group: dict.fromkeys(s for op in group.ops for s in graph.op_reads[op] if s in homes) for group in groups
     }
     of_all = [s for group in groups for s in touched[group]]
-    behind = {s: homes[s] for s in of_all if homes[s] not in (DEVICE, host)}
+    files = {t.name for t in program.tiers[names.index(host) + 1 :] if t.kind == FILE}
+    behind = {s: homes[s] for s in of_all if homes[s] in files}
     if not behind:
         return [], {}
     near = [s for s in of_all if homes[s] == host and graph.storages[s].role is Role.OPTIMIZER_STATE]
@@ -169,11 +171,11 @@ def _behind(found: Found, groups: Sequence[_HostedOps]) -> tuple[list[int], dict
         left += sizes[near.pop()]
     left += staged - least_staged_bytes(step.graph, step.lives)
     left += sum(sizes[s] for s in lasting - step.graph.host_storages)
-    kept = sorted(groups, key=brought.__getitem__)
-    while left < 0 and kept:
-        left += brought[kept.pop()]
-    ops = sorted(op for group in kept for op in group.ops)
-    return ops, {s: tier for s, tier in behind.items() if any(s in touched[group] for group in kept)}
+    fitting = sorted(groups, key=brought.__getitem__)
+    while left < 0 and fitting:
+        left += brought[fitting.pop()]
+    ops = sorted(op for group in fitting for op in group.ops)
+    return ops, {s: tier for s, tier in behind.items() if any(s in touched[group] for group in fitting)}
 
 
 def with_room(step: StepProblem, choices: Mapping[tuple[int, int], Option]) -> dict[tuple[int, int], Option]:

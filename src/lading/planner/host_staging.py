@@ -108,7 +108,7 @@ class _Stager:
     def made(self, passing: Sequence[Buffer], room_bytes: int, part: float) -> Staging:
         """Give stays the part of the room that what passes leaves, and all of it addresses."""
         window = int(part * max(0, room_bytes - peak_bytes(passing))) if self.emission.host_stays else 0
-        stays, spans = self._spans(window)
+        stays, spans = self._spans(window, early=part > 0.0)
         buffers = [*passing, *(Buffer(self.sizes[storage], tuple(each)) for storage, each in spans.items())]
         packing = pack(buffers, room_bytes)
         offsets = dict(zip((*self.emission.staged, *spans), packing.offsets, strict=True))
@@ -124,13 +124,15 @@ class _Stager:
         """Item at whose start so many seconds have passed; the last one where none has."""
         return min(int(np.searchsorted(self.start, time_s, side="left")), self.count - 1)
 
-    def _spans(self, window: int) -> tuple[list[HostStay], dict[int, list[tuple[int, int]]]]:
+    def _spans(self, window: int, *, early: bool) -> tuple[list[HostStay], dict[int, list[tuple[int, int]]]]:
         """Stays with the items before which they come, and the items in which each storage has its place.
 
         Args:
             window: Bytes that stays may take together; the operation that is next has what it needs, all the same.
+            early: Whether they come ahead of their operations.
         """
-        wanted, ended = self._wanted(), self._ended()
+        wanted = self._wanted() if early else [stay.first for stay in self.emission.host_stays]
+        ended = self._ended()
         stays: list[HostStay] = []
         last: list[int] = []
         under_way: deque[int] = deque()

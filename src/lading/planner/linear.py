@@ -162,7 +162,7 @@ class Relaxation:
         for name, capacity in self.problem.capacity_bytes.items():
             if name not in table.has:
                 continue
-            users = np.flatnonzero(table.has[Option(name)])
+            users = np.flatnonzero(table.has[Option(name)] & ~self._is_placed())
             first = np.unique(table.storage[users], return_index=True)[1]
             size = table.size[users][first]
             if size.sum() <= capacity:
@@ -179,6 +179,10 @@ class Relaxation:
             self.capacity_rows[Option(name)] = self.model.getNumRow()
             total = (np.zeros(len(kind_of), dtype=int), placed[kind_of], size / 1e6)
             self._add_rows(np.array([-self.inf]), np.array([capacity / 1e6]), (total,))
+
+    def _is_placed(self) -> np.ndarray:
+        """Whether the storage of each candidate has its place in a tier anyway; an array of [candidate]."""
+        return np.isin(self.table.storage, [*self.problem.placed])
 
     def _add_time(self) -> None:
         table = self.table
@@ -608,7 +612,8 @@ def _value(
         if option in folded.capacity_rows:
             place_price = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
             total -= place_price * problem.capacity_bytes[option] / 1e6
-            price = price + _split(place_price * table.size / 1e6, table.storage, np.maximum(min_price - price, 0.0))
+            taken = np.where(np.isin(table.storage, [*problem.placed]), 0.0, table.size / 1e6)
+            price = price + _split(place_price * taken, table.storage, np.maximum(min_price - price, 0.0))
         best = np.minimum(best, np.where(table.has[option], price, np.inf))
     return float(total + best.sum())
 

@@ -146,6 +146,7 @@ class ResidencyProblem:
         beside_host: Gaps of such storages, small ones left out, in which the device reads them (version None) or writes
             them.
         host_work: What the host's processors do.
+        placed: Storages that have a place in a lower tier whatever is chosen, so that a move there takes no other one.
     """
 
     num_ops: int
@@ -159,6 +160,7 @@ class ResidencyProblem:
     host_moves: dict[str, HostMoves] = field(default_factory=lambda: {})
     beside_host: tuple[Candidate, ...] = ()
     host_work: HostWork = field(default_factory=HostWork)
+    placed: frozenset[int] = frozenset()
 
     def fixed_seconds(
         self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int, *, on_wire: bool = False
@@ -233,6 +235,7 @@ def build(
     return ResidencyProblem(
         len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
         host_moves=moves, beside_host=large, host_work=_host_work(graph, lives, machine, costs),
+        placed=frozenset(graph.host_storages),
     )  # fmt: skip
 
 
@@ -457,6 +460,8 @@ def _host_work(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Step
     groups = (*wires(machine.tiers), *((tier,) for tier in machine.tiers if tier.name not in shared))
     # Beside moves that take a share r of the bandwidth, work takes 1 + r times as long: a byte costs least at most r.
     most = 1.0 + sum(_fastest(wire_of(group)) * max(shares[tier.name] for tier in group) for group in groups)
+    behind = set(lives.behind_host.values())  # moves past the device take no wire
+    most += sum(_fastest(tier) / bandwidth for tier in machine.tiers if tier.name in behind)
     return HostWork(
         graph.hosted,
         tuple(costs.op_seconds[op] for op in graph.hosted),

@@ -54,10 +54,10 @@ def _scheduled_on(found: Found, times: int) -> Found:
         took = item_seconds(last.program, *last.times)
         expected = [_NEW * s + (1 - _NEW) * e for s, e in zip(took, expected or took, strict=True)]
         seconds = [max(c, c + _WAITING * (s - c)) for c, s in zip(_computing(last), expected, strict=True)]
-        again = lower(
+        again = step.within_tiers(lower(
             step.graph, step.lives, step.machine, step.costs, found.choices, step.budgets,
             item_seconds=seconds, sparing=step.sparing, both_ways=step.both_ways,
-        ).program  # fmt: skip
+        )).program  # fmt: skip
         if again is None:
             break
         last = dataclasses.replace(last, program=again, retimed=last.retimed + 1)

@@ -220,10 +220,8 @@ class StepProblem:
         """
         seconds: list[float] | None = None
         while True:
-            lowered = self._lowered(choices, seconds, pace)
+            lowered = self.within_tiers(self._lowered(choices, seconds, pace))
             program = lowered.program
-            if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
-                return dataclasses.replace(lowered, program=None)
             if program is None or retimed == 0:
                 return lowered
             seconds, retimed = item_seconds(program, *self.times(program)), retimed - 1
@@ -236,6 +234,13 @@ class StepProblem:
             item_seconds=seconds, pace=pace, sparing=self.sparing, both_ways=self.both_ways,
         )  # fmt: skip
 
+    def within_tiers(self, lowered: Lowered) -> Lowered:
+        """Result of a lowering without a Program that takes more of a lower tier than its budget."""
+        program = lowered.program
+        if program is None or all(program.tier_bytes(tier) <= self.budgets[tier] for tier in program.slots):
+            return lowered
+        return dataclasses.replace(lowered, program=None)
+
     def retimed(self, found: Found, most: int) -> Found:
         """Schedule a plan's transfers again by its simulated times while that helps; returns the fastest version.
 
@@ -246,7 +251,7 @@ class StepProblem:
         most = min(most, max(1, _RETIMED_OPS // len(self.graph.ops)))
         while last.waits and last.retimed < most:
             seconds = item_seconds(last.program, *last.times)
-            again = self._lowered(found.choices, seconds).program
+            again = self.within_tiers(self._lowered(found.choices, seconds)).program
             if again is None:
                 break
             last = dataclasses.replace(found, program=again, step=self, retimed=last.retimed + 1)
@@ -670,8 +675,9 @@ def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dic
     for near, far in pairwise(order):
         if near not in problem.capacity_bytes:
             continue
-        excess = sum(size[s] for s, tier in tiers.items() if tier == near) - problem.capacity_bytes[near]
-        for storage in sorted((s for s, tier in tiers.items() if tier == near and far in options[s]), reverse=True):
+        there = [s for s, tier in tiers.items() if tier == near and s not in problem.placed]
+        excess = sum(size[s] for s in there) - problem.capacity_bytes[near]
+        for storage in sorted((s for s in there if far in options[s]), reverse=True):
             if excess <= 0:
                 break
             tiers[storage], excess = far, excess - size[storage]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, ProgramError
 from lading.ir.machine import Tier
 from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
 from lading.runtime.host_arena import Arena
@@ -273,7 +273,15 @@ class BouncedTier:
 
 
 def move_past_device(tier: TierBytes, offset: int, memory: torch.Tensor, *, reads: bool) -> Call:
-    """Prepare a transfer between a tier and ``memory`` of the host, past the device: from the tier, or to it."""
+    """Prepare a transfer between a tier and ``memory`` of the host, past the device: from the tier, or to it.
+
+    Raises:
+        ProgramError: the tier is memory, too: a copy there would not wait for those that a device has under way.
+    """
+    if isinstance(tier, HostBytes):
+        raise ProgramError(
+            f"expected a file behind the host's memory, to move past the device, got {tier!r}; plan again"
+        )
     if isinstance(tier, BouncedTier):
         return partial(tier.move_host, offset, memory, reads=reads)
     return bound_move(tier, offset, memory, reads=reads)

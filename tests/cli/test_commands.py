@@ -63,7 +63,7 @@ class FakeTrain(types.ModuleType):
         self.demo: Callable[..., object]
         graph = StepGraph((), (), (), (), (), (), ())
         program = types.SimpleNamespace(graph=graph)
-        prepared = types.SimpleNamespace(plan=plan, program=program, predicted=TIMELINE)
+        prepared = types.SimpleNamespace(plan=plan, program=program, predicted=TIMELINE, notes=())
         for name, result in {
             "plan_run": prepared, "prepare_plan": prepared, "train_run": "trained",
             "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,

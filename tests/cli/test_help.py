@@ -84,7 +84,7 @@ def test_help_fits_80_columns(command: str) -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """Of processor time, the least of three: other work on the machine is not the subject. With torch it takes 2 s."""
+    """Of processor time, the least of three: other work is not the subject. Importing torch alone takes over 2 s."""
     took_s: list[float] = []
     for _ in range(3):
         before = os.times()

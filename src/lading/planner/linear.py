@@ -162,7 +162,7 @@ class Relaxation:
         for name, capacity in self.problem.capacity_bytes.items():
             if name not in table.has:
                 continue
-            users = np.flatnonzero(table.has[Option(name)] & ~self._is_placed())
+            users = np.flatnonzero(table.has[Option(name)] & ~_is_placed(self.problem, table.storage))
             first = np.unique(table.storage[users], return_index=True)[1]
             size = table.size[users][first]
             if size.sum() <= capacity:
@@ -179,10 +179,6 @@ class Relaxation:
             self.capacity_rows[Option(name)] = self.model.getNumRow()
             total = (np.zeros(len(kind_of), dtype=int), placed[kind_of], size / 1e6)
             self._add_rows(np.array([-self.inf]), np.array([capacity / 1e6]), (total,))
-
-    def _is_placed(self) -> np.ndarray:
-        """Whether the storage of each candidate has its place in a tier anyway; an array of [candidate]."""
-        return np.isin(self.table.storage, [*self.problem.placed])
 
     def _add_time(self) -> None:
         table = self.table
@@ -612,10 +608,15 @@ def _value(
         if option in folded.capacity_rows:
             place_price = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
             total -= place_price * problem.capacity_bytes[option] / 1e6
-            taken = np.where(np.isin(table.storage, [*problem.placed]), 0.0, table.size / 1e6)
+            taken = np.where(_is_placed(problem, table.storage), 0.0, table.size / 1e6)
             price = price + _split(place_price * taken, table.storage, np.maximum(min_price - price, 0.0))
         best = np.minimum(best, np.where(table.has[option], price, np.inf))
     return float(total + best.sum())
+
+
+def _is_placed(problem: ResidencyProblem, storage: np.ndarray) -> np.ndarray:
+    """Whether the storage of each candidate has its place in a tier anyway; an array of [candidate]."""
+    return np.isin(storage, [*problem.placed])
 
 
 def _split(price: np.ndarray, owner: np.ndarray, saved: np.ndarray) -> np.ndarray:

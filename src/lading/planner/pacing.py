@@ -498,7 +498,7 @@ _PACES = (
 #: Finer windows for where those have no solution, as what moves in one of their windows needs more than there is.
 _FINE = (Pace(0.95, 0.7, 64, 1, 0.0), Pace(0.95, 0.7, 128, 1, 0.0))
 #: Operations of a step for which finer windows are tried. A Llama of 70 billion parameters (9,166, RTX 4090) took 40 s
-#: of a processor in them, for plans 0.3% faster than those of the search.
+#: of a processor in them, beside other work.
 _FINE_OPS = 6000
 #: The same of a machine without memory of a host as a tier, such as a CPU with a disk: what its one tier takes from
 #: computing is in the flow, and windows are finer, as weights and states take their turns in a few milliseconds.
